@@ -1,0 +1,344 @@
+"""A recipe: YAML with `extends`, checked against one frozen section per stage."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from onboard.errors import InputError
+
+RECIPES = Path(__file__).parent / "recipes"
+DEFAULT = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A bound on a metric: "<=" or ">="."""
+
+    bound: str
+    value: float
+
+    def holds(self, measured: float) -> bool:
+        return measured <= self.value if self.bound == "<=" else measured >= self.value
+
+
+class Section(BaseModel):
+    """Settings of one stage. Limits on its metrics live in its `gates`, outside the cache key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def limits(self) -> dict[str, Limit]:
+        """Return metric -> limit for every gate that is not null."""
+        gates = getattr(self, "gates", None)
+        if gates is None:
+            return {}
+        return {
+            name: Limit(info.json_schema_extra["bound"], getattr(gates, name))  # type: ignore[index,arg-type]
+            for name, info in type(gates).model_fields.items()
+            if getattr(gates, name) is not None
+        }
+
+
+def at_most(limit: float | None = None) -> Any:
+    """A gate: the metric of this name must not exceed the limit; null switches it off."""
+    return Field(limit, json_schema_extra={"bound": "<="})
+
+
+def at_least(limit: float | None = None) -> Any:
+    """A gate: the metric of this name must reach the limit; null switches it off."""
+    return Field(limit, json_schema_extra={"bound": ">="})
+
+
+class Source(Section):
+    """Where the checkpoint comes from: a local directory, a Hub id, or `package:MODULE/FILE`."""
+
+    model: str
+    revision: str | None = None  # Hub only: branch, tag or commit
+    allow_remote_code: bool = False  # record that the config names remote code, never run it
+
+
+class AdaptGates(Section):
+    unknown_tensors: float | None = at_most(0)
+
+
+class Adapt(Section):
+    """Which tensors play which role, and which are quantized."""
+
+    quantize: tuple[str, ...] = ("attention", "mlp", "expert", "shared_expert")  # roles
+    keep: tuple[str, ...] = ()  # fnmatch patterns of tensor names that stay in high precision
+    gates: AdaptGates = AdaptGates()
+
+
+class Corpus(Section):
+    """One origin of documents: an installed package's reader, a `datasets` id, or a JSONL file."""
+
+    domain: Literal["code", "chat", "math", "tools", "prose"]
+    reader: str | None = None  # a function of onboard.data.readers
+    dataset: str | None = None  # id for datasets.load_dataset, or a local path
+    config: str | None = None
+    split: str = "train"
+    jsonl: str | None = None
+    field: str = "text"  # the column with a text, or with a list of chat messages
+    licence: str = "unknown"
+    weight: float = 1.0
+
+
+class DataGates(Section):
+    overlapping_documents: float | None = at_most(0)
+    domains_missing: float | None = at_most(0)
+
+
+class Data(Section):
+    """Documents for calibration, selection, training and evaluation, disjoint by content."""
+
+    corpora: tuple[Corpus, ...] = ()
+    calibration_documents: int = Field(64, ge=1)
+    selection_documents: int = Field(24, ge=0)
+    evaluation_documents: int = Field(40, ge=2)
+    training_prompts: int = Field(320, ge=1)
+    evaluation_prompts: int = Field(20, ge=1)
+    tokens_per_document: int = Field(256, ge=16)
+    tokens_per_prompt: int = Field(192, ge=16)
+    seed: int = 0
+    gates: DataGates = DataGates()
+
+
+class CalibrateGates(Section):
+    tensors_without_tokens: float | None = at_most(0)
+
+
+class Calibrate(Section):
+    """Activation ranges and input second moments of every quantized tensor."""
+
+    batch_size: int = Field(8, ge=1)
+    unseen_experts: Literal["layer_max", "error"] = "layer_max"
+    gates: CalibrateGates = CalibrateGates()
+
+
+class QuantizeGates(Section):
+    weights_quantized_share: float | None = at_least()
+    share_missing: float | None = at_most(0)
+    tensors_lost: float | None = at_most(0)
+    relative_error_max: float | None = at_most(0.2)
+
+
+class Quantize(Section):
+    """How weights become NVFP4."""
+
+    rounding: Literal["rtn", "sweep"] = "sweep"
+    activations: Literal["nvfp4", "none"] = "nvfp4"  # W4A4 or W4A16
+    shard_bytes: int = Field(4 * 2**30, ge=2**20)
+    gates: QuantizeGates = QuantizeGates()
+
+
+class FidelityGates(Section):
+    kl_mean: float | None = at_most()
+    kl_mean_hi: float | None = at_most()
+    kl_p99: float | None = at_most()
+    kl_mean_weights_only: float | None = at_most()
+    top1: float | None = at_least()
+    ppl_ratio: float | None = at_most()
+    hellaswag_drop: float | None = at_most()
+
+
+class Fidelity(Section):
+    """KL divergence and tasks of the written checkpoint against its source."""
+
+    batch_size: int = Field(4, ge=1)
+    bootstrap: int = Field(2000, ge=100)
+    task_documents: int = Field(60, ge=0)  # of HellaSwag; 0 runs no task
+    seed: int = 0
+    gates: FidelityGates = FidelityGates()
+
+
+class FeaturesGates(Section):
+    zero_features: float | None = at_most(0)
+    trained_token_share: float | None = at_least(0.05)
+    batch_invariance_error: float | None = at_most(0.05)
+
+
+class Features(Section):
+    """Answers of the target to the training prompts, and the hidden states behind them."""
+
+    target: Literal["source", "quantize"] = "quantize"
+    max_new_tokens: int = Field(128, ge=1)
+    batch_size: int = Field(32, ge=1)
+    gates: FeaturesGates = FeaturesGates()
+
+
+class SpeculateGates(Section):
+    offline_acceptance_length: float | None = at_least()
+
+
+class Speculate(Section):
+    """A one-layer EAGLE-3 head with training-time test."""
+
+    draft_vocab_size: int = Field(4096, ge=2)
+    ttt_steps: int = Field(3, ge=1)
+    step_decay: float = Field(0.8, gt=0)
+    epochs: int = Field(3, ge=1)
+    batch_size: int = Field(8, ge=1)
+    learning_rate: float = Field(1e-3, gt=0)
+    warmup_steps: int = Field(30, ge=0)
+    checkpoint_steps: int = Field(25, ge=1)
+    seed: int = 0
+    gates: SpeculateGates = SpeculateGates()
+
+
+class SmokeGates(Section):
+    probes_failed: float | None = at_most(0)
+    looped_share: float | None = at_most(0.5)
+    divergences: float | None = at_most(0)
+    near_tie_share: float | None = at_most(0.1)
+    acceptance_length: float | None = at_least()
+    acceptance_length_lo: float | None = at_least()
+
+
+class Smoke(Section):
+    """The bundle served by a real engine, with and without the speculator."""
+
+    engine: Literal["vllm"] = "vllm"
+    engine_minimum: str | None = None  # lowest engine version that runs this family
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    serve_args: tuple[str, ...] = ()  # further arguments of the engine's server
+    max_model_len: int = Field(1024, ge=64)
+    max_num_seqs: int = Field(8, ge=1)
+    num_speculative_tokens: int = Field(3, ge=1)
+    max_tokens: int = Field(64, ge=8)
+    startup_seconds: int = Field(600, ge=10)
+    gates: SmokeGates = SmokeGates()
+
+
+class Recipe(Section):
+    """Everything `onboard run` needs; one section per stage."""
+
+    name: str
+    summary: str = ""
+    source: Source
+    adapt: Adapt = Adapt()
+    data: Data = Data()
+    calibrate: Calibrate = Calibrate()
+    quantize: Quantize = Quantize()
+    fidelity: Fidelity = Fidelity()
+    features: Features = Features()
+    speculate: Speculate = Speculate()
+    smoke: Smoke = Smoke()
+
+    def section(self, stage: str) -> Section:
+        section = getattr(self, stage)
+        assert isinstance(section, Section)
+        return section
+
+    def limits(self) -> Iterator[tuple[str, str]]:
+        """Yield (stage, gate) for every gate that has a limit."""
+        for stage in type(self).model_fields:
+            if isinstance(section := getattr(self, stage), Section):
+                yield from ((stage, gate) for gate in section.limits())
+
+
+def names() -> list[str]:
+    """Return the shipped recipes that a user can type."""
+    return sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem != "base")
+
+
+def resolve(model: str, assignments: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of a shipped name, a YAML file, a local model directory or a Hub id."""
+    if model in names():
+        return parse(read(RECIPES / f"{model}.yaml"), model, assignments)
+    path = Path(model)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise InputError(f"recipe {model}: no such file", "onboard recipes")
+        return parse(read(path), path.stem, assignments)
+    if path.is_dir():
+        name, source = path.resolve().name, str(path.resolve())
+    elif model.count("/") == 1 and not model.startswith((".", "/")):
+        name, source = model.rpartition("/")[2].lower(), model
+    else:
+        near = difflib.get_close_matches(model, names(), 1)
+        raise InputError(
+            f"{model!r} is no recipe, no YAML file, no local directory and no Hub id (owner/name)",
+            f"onboard run {near[0]}" if near else "onboard recipes",
+        )
+    base = read(RECIPES / "base.yaml")
+    return parse(merge(base, {"source": {"model": source}}), name, assignments)
+
+
+def read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the YAML of `path` laid over its `extends` parent (a sibling, else a shipped one)."""
+    path = path.resolve()
+    if path in seen:
+        raise InputError(f"{path}: `extends` goes round in a circle")
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as e:
+        raise InputError(f"{path}: not valid YAML: {e}") from e
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    parent = data.pop("extends", None)
+    if parent is None:
+        return data
+    file = next((f for f in (path.parent, RECIPES) if (f / f"{parent}.yaml").is_file()), None)
+    if file is None:
+        raise InputError(f"{path}: extends {parent!r}, but there is no {parent}.yaml")
+    return merge(read(file / f"{parent}.yaml", (*seen, path)), data)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `over` laid on top, mapping by mapping; lists are replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        under = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(under, Mapping)
+        merged[key] = merge(under, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def parse(data: Mapping[str, Any], name: str, assignments: Sequence[str] = ()) -> Recipe:
+    """Validate; raise one InputError that names the key and the nearest valid one."""
+    data = merge({"name": name}, data)
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise InputError(f"--set {assignment!r}: expected section.key=value")
+        patch = yaml.safe_load(value)
+        for part in reversed(key.strip().split(".")):
+            patch = {part: patch}
+        data = merge(data, patch)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as e:
+        raise InputError(_explain(e)) from e
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        *parents, unknown = first["loc"]
+        valid = list(_model_at(parents).model_fields)
+        near = difflib.get_close_matches(str(unknown), valid, 1, 0.5)
+        return f"recipe: unknown key {key}" + (
+            f"; did you mean {'.'.join(map(str, [*parents, near[0]]))}?"
+            if near
+            else f"; valid keys here: {', '.join(valid)}"
+        )
+    return f"recipe: {key}: {first['msg']} (found {first.get('input')!r})"
+
+
+def _model_at(path: Sequence[str | int]) -> type[BaseModel]:
+    model: type[BaseModel] = Recipe
+    for part in path:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        options = [annotation, *get_args(annotation)]
+        model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+    return model
