@@ -70,9 +70,9 @@ def short(digest: Any, length: int = 12) -> str:
     return str(digest)[:length] if digest else DASH
 
 
-def words(name: str) -> str:
+def words(name: Any) -> str:
     """Return an identifier as words: `share_missing` as "share missing"."""
-    return name.replace("_", " ")
+    return str(name).replace("_", " ")
 
 
 def _shown(char: str) -> str:

@@ -59,10 +59,10 @@ def _suite(root: ElementTree.Element, name: str) -> ElementTree.Element:
 def _case(
     suite: ElementTree.Element, group: str, name: str, seconds: float | None = None
 ) -> ElementTree.Element:
-    timed = {} if seconds is None else {"time": f"{seconds:.3f}"}
-    return ElementTree.SubElement(
-        suite, "testcase", classname=_clean(group), name=_clean(name), **timed
-    )
+    case = ElementTree.SubElement(suite, "testcase", classname=_clean(group), name=_clean(name))
+    if seconds is not None:
+        case.set("time", f"{seconds:.3f}")
+    return case
 
 
 def _count(element: ElementTree.Element) -> None:

@@ -187,12 +187,9 @@ def _kept(tensors: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _numbered(metrics: Row, prefix: str) -> list[float]:
-    found = {
-        int(k[len(prefix) :]): v
-        for k, v in metrics.items()
-        if k[len(prefix) :].isdigit() and k.startswith(prefix)
-    }
-    return [found[i] for i in sorted(found)]
+    """Return the values of `prefix0`, `prefix1`, ... in order."""
+    found = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
+    return [found[k] for k in sorted(filter(str.isdigit, found), key=int)]
 
 
 def _domain_acceptance(acceptance: Any) -> list[Interval]:
