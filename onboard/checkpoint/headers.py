@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,11 @@ def read_index(root: Path) -> dict[str, str]:
         table = json.loads(contained(root, INDEX).read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as e:
         raise InputError(f"{path}: expected JSON with a weight_map, found {e!r}") from e
-    if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
+    if (
+        not isinstance(table, dict)
+        or not table
+        or not all(isinstance(v, str) for v in table.values())
+    ):
         raise InputError(f"{path}: weight_map must map tensor names to file names")
     return table
 
@@ -182,3 +187,14 @@ def _compare(root: Path, index: Mapping[str, str], headers: Mapping[str, Header]
             raise InputError(
                 f"{root}/{INDEX} lists tensor {name} in {shard}, found in {headers[name].shard}"
             )
+
+
+def is_mtp(name: str, num_layers: int) -> bool:
+    """Whether a tensor belongs to a multi-token-prediction layer, which lies past the trunk.
+
+    Published checkpoints call it `mtp.*` or `model.layers.N.*` with N >= `num_hidden_layers`.
+    """
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return re.search(r"(?:^|\.)mtp\.", name) is not None or (
+        layer is not None and int(layer[1]) >= num_layers
+    )
