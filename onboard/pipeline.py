@@ -37,9 +37,7 @@ class Job(Generic[P]):
     known_digests: dict[str, str] = field(default_factory=dict)  # sha256 taken while writing
 
     def progress(self, what: str, done: float, total: float, unit: str = "") -> None:
-        self.events(
-            "progress", stage=self.stage, what=what, done=done, total=total, unit=unit
-        )
+        self.events("progress", stage=self.stage, what=what, done=done, total=total, unit=unit)
 
     def warn(self, message: str) -> None:
         self.events("warning", stage=self.stage, message=message)
@@ -164,6 +162,7 @@ class Pipeline:
     def run(
         self,
         recipe: Recipe,
+        run_id: str,
         *,
         keep_going: bool = False,
         overrides: Mapping[str, str] | None = None,
@@ -178,7 +177,7 @@ class Pipeline:
         overrides, adoptions = overrides or {}, adoptions or {}
         _check_known(overrides, {f"{s}.{g}" for s, g in recipe.limits()}, "--override")
         _check_known(adoptions, {s.name for s in self.stages}, "--adopt")
-        run = Run(new_run_id(), recipe, self.store, command=tuple(command))
+        run = Run(run_id, recipe, self.store, command=tuple(command))
         for stage in self.stages:
             missing = [need for need in stage.inputs if need not in run.artifacts]
             failed = [g for g in run.gates if not g.stands]
@@ -248,9 +247,7 @@ class Pipeline:
         self.events("made", stage=stage.name, key=key, seconds=record["seconds"])
         return artifact
 
-    def _judge(
-        self, run: Run, stage: str, name: str, limit: Limit, override: str | None
-    ) -> None:
+    def _judge(self, run: Run, stage: str, name: str, limit: Limit, override: str | None) -> None:
         value = run.artifacts[stage].metrics.get(name)
         passed = value is not None and limit.holds(value)
         result = GateResult(stage, name, value, limit.bound, limit.value, passed, override)

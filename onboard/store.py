@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onboard.errors import EnvironmentFault, InputError, OnboardError
+from onboard.errors import EnvironmentFault, InputError
 
 MANIFEST = "manifest.json"
 SHORT = 16  # hex digits of a key that name a directory
@@ -160,13 +160,15 @@ class Store:
         final.parent.mkdir(parents=True, exist_ok=True)
         if final.exists():  # damaged, else find() had returned it
             shutil.rmtree(final)
-        os.rename(tmp, final)
+        tmp.rename(final)
         _fsync(final.parent)
         artifact = self.find(stage, key)
         assert artifact is not None
         return artifact
 
-    def adopt(self, stage: str, new_key: str, old_key: str, reason: str, same: Mapping[str, Any]) -> Artifact:
+    def adopt(
+        self, stage: str, new_key: str, old_key: str, reason: str, same: Mapping[str, Any]
+    ) -> Artifact:
         """Let `new_key` stand for the artifact of `old_key`, whose inputs and settings are equal.
 
         `same` holds the `params` and `inputs` of the new key. Raises InputError where the old
@@ -186,6 +188,13 @@ class Store:
         write_json(alias, {"key": old_key, "reason": reason})
         return replace(old, adopted=reason)
 
+    def stage_of(self, key: str) -> str:
+        """Return the stage whose artifact has this key (or its first 16 digits)."""
+        found = [p.parent.name for p in self.root.glob(f"artifacts/*/{key[:SHORT]}")]
+        if not found:
+            raise InputError(f"--adopt: the store {self.root} has no artifact with key {key}")
+        return found[0]
+
     def _adoption(self, stage: str, key: str) -> dict[str, str] | None:
         alias = self.root / "adoptions" / stage / f"{key[:SHORT]}.json"
         return json.loads(alias.read_text()) if alias.exists() else None
@@ -203,11 +212,9 @@ def disk_faults(stage: str, root: Path) -> Iterator[None]:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
         raise EnvironmentFault(
-            f"{stage}: cannot write to {e.filename or root}: {e.strerror}; finished stages are kept",
+            f"{stage}: cannot write to {e.filename or root}: {e.strerror}; what was finished is kept",
             "free some space (or set ONBOARD_HOME to another disk) and run the same command again",
         ) from e
-    except OnboardError:
-        raise
 
 
 def _fsync(path: Path) -> None:

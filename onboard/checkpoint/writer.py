@@ -1,0 +1,190 @@
+"""Write a sharded safetensors checkpoint as a stream: one unit of tensors in memory at a time.
+
+The names, dtypes and shapes of everything are known before the first byte, so a shard's header is
+written first, tensors follow in order, and the sha256 is taken on the way. A finished shard is
+renamed into place with a receipt; a restart writes only the shards without one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onboard.checkpoint.headers import BITS, INDEX, Header
+from onboard.errors import InputError
+
+CHUNK = 64 * 2**20  # bytes copied at a time; a multiple of every dtype's width
+
+Chunks = Iterator[bytes | memoryview]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor to write. `dtype` is the safetensors word for it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tensors that are made together: `make` yields the bytes of each spec, in order.
+
+    `make` may fill `notes`, which end in the shard's receipt.
+    """
+
+    specs: tuple[Spec, ...]
+    make: Callable[[dict[str, Any]], Iterable[Chunks]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(spec.bytes for spec in self.specs)
+
+
+@dataclass
+class Written:
+    """What `write` produced: file -> sha256, tensor -> file, and the units' notes."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    weight_map: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    bytes: int = 0
+
+
+def write(
+    units: Sequence[Unit],
+    folder: Path,
+    shard_bytes: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Written:
+    """Write `units` into shards of about `shard_bytes` (at least one unit each) in `folder`.
+
+    `progress` gets bytes done and in all. The index is written too when there are several shards.
+    """
+    plan = _shards(units, shard_bytes)
+    total = sum(unit.bytes for unit in units)
+    written = Written()
+    for number, members in enumerate(plan, 1):
+        many = f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+        name = many if len(plan) > 1 else "model.safetensors"
+        receipt = folder / f"{name}.receipt.json"
+        if not (receipt.exists() and (folder / name).exists()):
+            _write_shard(members, folder / name, receipt)
+        done = json.loads(receipt.read_text())
+        written.digests[name] = done["sha256"]
+        written.notes |= done["notes"]
+        written.weight_map |= {spec.name: name for unit in members for spec in unit.specs}
+        written.bytes += (folder / name).stat().st_size
+        progress(sum(u.bytes for m in plan[:number] for u in m), total)
+    if len(plan) > 1:
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(written.weight_map.items())),
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    return written
+
+
+def move_finished(written: Written, folder: Path, destination: Path) -> None:
+    """Move the shards and their index from `folder` into `destination`, receipts left behind."""
+    for name in [*written.digests, INDEX]:
+        if (folder / name).exists():
+            (folder / name).rename(destination / name)
+
+
+def copy_bytes(root: Path, header: Header) -> Chunks:
+    """Yield a source tensor byte for byte; raises InputError where it holds NaN or Inf."""
+    floats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    with (root / header.shard).open("rb") as f:
+        f.seek(header.begin)
+        left = header.bytes
+        while left:
+            data = bytearray(f.read(min(CHUNK, left)))
+            if header.dtype in floats:
+                check_finite(header, torch.frombuffer(data, dtype=floats[header.dtype]))
+            left -= len(data)
+            yield data
+
+
+def check_finite(header: Header, tensor: Tensor) -> None:
+    """Raise InputError for a NaN or an infinity, naming the tensor and its shard."""
+    if not torch.isfinite(tensor).all():
+        raise InputError(
+            f"{header.shard}: tensor {header.name} holds NaN or Inf",
+            "download the shard again, or report it to the model's publisher",
+        )
+
+
+def tensor_bytes(tensor: Tensor) -> Chunks:
+    """Yield a tensor's bytes as safetensors stores them (little endian, row major)."""
+    yield memoryview(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+
+
+def _shards(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
+    plan: list[list[Unit]] = [[]]
+    size = 0
+    for unit in units:
+        if plan[-1] and size + unit.bytes > shard_bytes:
+            plan.append([])
+            size = 0
+        plan[-1].append(unit)
+        size += unit.bytes
+    return plan
+
+
+def _write_shard(units: Sequence[Unit], path: Path, receipt: Path) -> None:
+    sha = hashlib.sha256()
+    notes: dict[str, Any] = {}
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as f:
+
+        def put(data: bytes | memoryview) -> None:
+            f.write(data)
+            sha.update(data)
+
+        put(_header_bytes([spec for unit in units for spec in unit.specs]))
+        for unit in units:
+            for spec, chunks in zip(unit.specs, unit.make(notes), strict=True):
+                size = 0
+                for chunk in chunks:
+                    put(chunk)
+                    size += len(chunk)
+                assert size == spec.bytes, f"{spec.name}: {size} bytes, planned {spec.bytes}"
+        f.flush()
+        os.fsync(f.fileno())
+    partial.rename(path)
+    note = receipt.with_name(receipt.name + ".partial")
+    note.write_text(json.dumps({"sha256": sha.hexdigest(), "notes": notes}))
+    note.rename(receipt)
+
+
+def _header_bytes(specs: Sequence[Spec]) -> bytes:
+    table: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.bytes
+        table[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,181 @@
+"""Stage quantize: stream the source into an NVFP4 checkpoint under its own tensor names.
+
+A matrix that is quantized becomes `weight` u8, `weight_scale` E4M3, `weight_scale_2` and
+`input_scale` f32 (the ModelOpt layout); every other tensor is copied byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from onboard.checkpoint import nvfp4
+from onboard.checkpoint.headers import Header
+from onboard.checkpoint.reader import Reader
+from onboard.checkpoint.writer import (
+    Chunks,
+    Spec,
+    Unit,
+    check_finite,
+    copy_bytes,
+    move_finished,
+    tensor_bytes,
+    write,
+)
+from onboard.hardware import device_kind
+from onboard.pipeline import Job
+from onboard.quantize import config, rounding
+from onboard.quantize.plan import Group, Matrix, scale_groups
+from onboard.recipe import Quantize
+from onboard.source import root
+from onboard.store import write_json
+
+
+def run(job: Job[Quantize]) -> None:
+    """Write `checkpoint/` and `tensors.json`; shards that a killed run finished are kept."""
+    source = Reader.open(root(job.inputs["source"]))
+    adaptation = job.inputs["adapt"].json("adaptation.json")
+    groups = scale_groups(adaptation)
+    ranges = Activations.open(job.inputs["calibrate"].path / "activations.safetensors")
+    units = plan_units(source, groups, ranges, job.params)
+    written = write(
+        units,
+        job.scratch,
+        job.params.shard_bytes,
+        lambda done, total: job.progress("writing", done >> 20, total >> 20, "MiB"),
+    )
+    checkpoint = job.out / "checkpoint"
+    checkpoint.mkdir()
+    move_finished(written, job.scratch, checkpoint)
+    config.write(source.root, checkpoint, adaptation, job.params.activations)
+    job.known_digests.update({f"checkpoint/{n}": sha for n, sha in written.digests.items()})
+    write_json(job.out / "tensors.json", written.notes)
+    write_json(job.out / "metrics.json", metrics(adaptation, groups, checkpoint, written.notes))
+
+
+class Activations:
+    """What calibrate measured, by module."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def open(cls, path: Path) -> Activations:
+        return cls(path)
+
+    def _read(self, name: str) -> Tensor:
+        with safe_open(self.path, framework="pt") as f:
+            return f.get_tensor(name)
+
+    def input_scale(self, module: str) -> Tensor:
+        """Return `input_scale` f32 []: the range over 6 * 448."""
+        return nvfp4.tensor_scale(self._read(f"{module}.amax"))
+
+    def second_moment(self, module: str) -> Tensor:
+        """Return E[x_j^2], f32 [in]."""
+        return self._read(f"{module}.second_moment")
+
+
+def plan_units(
+    source: Reader, groups: Iterable[Group], activations: Activations, params: Quantize
+) -> list[Unit]:
+    """Return what to write, in the source's order: a unit per scale group, or per copied tensor."""
+    by_tensor: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        by_tensor[group[0].tensor].append(group)
+    members = {matrix.tensor for tensor in by_tensor for g in by_tensor[tensor] for matrix in g}
+    units: list[Unit] = []
+    for name, header in source.headers.items():
+        if name in by_tensor:
+            units += [_quantized(source, g, activations, params) for g in by_tensor[name]]
+        elif name not in members:
+            units.append(_copied(source, header))
+    return units
+
+
+def _copied(source: Reader, header: Header) -> Unit:
+    def make(notes: dict[str, Any]) -> Iterable[Chunks]:
+        yield copy_bytes(source.root, header)
+
+    return Unit((Spec(header.name, header.dtype, header.shape),), make)
+
+
+def _quantized(source: Reader, group: Group, activations: Activations, params: Quantize) -> Unit:
+    specs = tuple(spec for matrix in group for spec in _specs(matrix, params))
+
+    def make(notes: dict[str, Any]) -> Iterable[Chunks]:
+        weights = [_load(source, matrix) for matrix in group]
+        scale_2 = rounding.shared_scale(weights, params.rounding)
+        for matrix, weight in zip(group, weights, strict=True):
+            moment = activations.second_moment(matrix.module).to(weight.device)
+            packed = rounding.round_weight(weight, scale_2, params.rounding, moment)
+            notes[matrix.module] = {
+                "role": matrix.role,
+                "shape": list(matrix.shape),
+                "relative_error": round(rounding.relative_error(weight, packed), 6),
+            }
+            yield tensor_bytes(packed.weight)
+            yield tensor_bytes(packed.weight_scale)
+            yield tensor_bytes(packed.weight_scale_2)
+            if params.activations == "nvfp4":
+                yield tensor_bytes(activations.input_scale(matrix.module))
+
+    return Unit(specs, make)
+
+
+def _specs(matrix: Matrix, params: Quantize) -> list[Spec]:
+    out, width = matrix.shape
+    specs = [
+        Spec(f"{matrix.module}.weight", "U8", (out, width // 2)),
+        Spec(f"{matrix.module}.weight_scale", "F8_E4M3", (out, width // nvfp4.BLOCK)),
+        Spec(f"{matrix.module}.weight_scale_2", "F32", ()),
+    ]
+    if params.activations == "nvfp4":
+        specs.append(Spec(f"{matrix.module}.input_scale", "F32", ()))
+    return specs
+
+
+def _load(source: Reader, matrix: Matrix) -> Tensor:
+    """Return one matrix [out, in] on the compute device, checked for NaN and Inf."""
+    weight = source.rows(matrix.tensor, matrix.expert, matrix.first_row, matrix.shape[0])
+    check_finite(source.headers[matrix.tensor], weight)
+    return weight.to(device_kind())
+
+
+def metrics(
+    adaptation: Mapping[str, Any],
+    groups: Iterable[Group],
+    checkpoint: Path,
+    notes: Mapping[str, Mapping[str, Any]],
+) -> dict[str, float]:
+    """Return what the written files hold, read back from their headers."""
+    reader = Reader.open(checkpoint)
+    stored: dict[str, int] = defaultdict(int)
+    for module, note in notes.items():
+        if reader.is_nvfp4(module) and reader.headers[f"{module}.weight"].dtype == "U8":
+            stored[note["role"]] += 2 * reader.headers[f"{module}.weight"].parameters
+    expected: Mapping[str, float] = adaptation["expected_share"]
+    total: Mapping[str, int] = adaptation["linear_parameters_by_role"]
+    shares = {role: stored[role] / total[role] for role in expected}
+    packed = {matrix.tensor for group in groups for matrix in group}
+    lost = [n for n in adaptation["tensors"] if n not in packed and n not in reader.headers]
+    lost += [m.module for g in groups for m in g if not reader.is_nvfp4(m.module)]
+    errors = torch.tensor([note["relative_error"] for note in notes.values()] or [0.0])
+    return {
+        "weights_quantized_share": sum(stored.values()) / adaptation["linear_parameters"],
+        **{f"quantized_share_{role}": share for role, share in shares.items()},
+        "share_missing": max(
+            (max(0.0, share - shares[role]) for role, share in expected.items()), default=0.0
+        ),
+        "tensors_lost": len(lost),
+        "tensors_written": len(reader.headers),
+        "checkpoint_bytes": sum(p.stat().st_size for p in checkpoint.glob("*.safetensors")),
+        "relative_error_max": float(errors.max()),
+        "relative_error_mean": float(errors.mean()),
+    }
