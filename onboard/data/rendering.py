@@ -14,7 +14,7 @@ from onboard.errors import InputError
 
 # Templates that print today's date would make every day's artifact another one.
 TODAY = date(2025, 1, 1)
-CHARACTERS_PER_TOKEN = 16  # more than any text has: where a long document is cut before tokenizing
+CHARACTERS_PER_TOKEN = 16  # more than real text has: tokenizing stops there
 EXCERPT = 400  # characters of a plain text that a prompt made from it shows
 
 
@@ -58,26 +58,28 @@ class Renderer:
     def document(self, content: Content, limit: int) -> list[int]:
         """Return at most `limit` ids from the start of a document."""
         if isinstance(content, str):
-            return self._encode(content[: limit * CHARACTERS_PER_TOKEN], special=True)[:limit]
-        return self._conversation(content, generate=False)[:limit]
+            return self._encode(content, limit, special=True)
+        return self._conversation(content, limit, generate=False)
 
-    def prompt(self, document: Document) -> tuple[list[Message], list[int]] | None:
+    def prompt(self, document: Document, limit: int) -> tuple[list[Message], list[int]] | None:
         """Return the messages that ask for an answer, and their ids up to where it begins.
 
-        A plain text is asked to be continued. None where a conversation has no user turn.
+        A plain text is asked to be continued. None where a conversation has no user turn, or
+        takes more than `limit` tokens: a cut prompt would not end where the answer begins.
         """
         messages = prompt_messages(document)
         if not messages:
             return None
         messages = messages if self.has_system_role else fold_system(messages)
-        return messages, self._conversation(messages, generate=True)
+        ids = self._conversation(messages, limit + 1, generate=True)
+        return (messages, ids) if len(ids) <= limit else None
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))
 
-    def _conversation(self, messages: list[Message], *, generate: bool) -> list[int]:
+    def _conversation(self, messages: list[Message], limit: int, *, generate: bool) -> list[int]:
         if not self.has_template:
-            return self._encode(plain(messages) + "\n\n" * generate, special=True)
+            return self._encode(plain(messages) + "\n\n" * generate, limit, special=True)
         if not self.has_system_role:
             messages = fold_system(messages)
         try:
@@ -88,7 +90,7 @@ class Renderer:
                 f"the chat template cannot render a conversation of {roles}: {e}",
                 "fix the template, or the order of the messages in data.corpora",
             ) from e
-        return self._encode(text, special=False)
+        return self._encode(text, limit, special=False)
 
     def _template(self, messages: list[Message], *, generate: bool) -> str:
         return str(
@@ -100,8 +102,10 @@ class Renderer:
             )
         )
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
+    def _encode(self, text: str, limit: int, *, special: bool) -> list[int]:
+        text = text[: limit * CHARACTERS_PER_TOKEN]
+        ids = self.tokenizer(text, add_special_tokens=special, verbose=False).input_ids
+        return list(ids[:limit])
 
 
 def prompt_messages(document: Document) -> list[Message]:

@@ -84,8 +84,8 @@ def _deal(job: Job[Data], pools: list[list[Document]], renderer: Renderer) -> De
             ids = renderer.document(document.content, params.tokens_per_document)
             enough = len(ids) >= min(MINIMUM_TOKENS, params.tokens_per_document)
             return {**row, "text": renderer.decode(ids), "ids": ids} if enough else None
-        prompt = renderer.prompt(document)
-        if prompt is None or len(prompt[1]) > params.tokens_per_prompt:
+        prompt = renderer.prompt(document, params.tokens_per_prompt)
+        if prompt is None:
             return None
         return {**row, "messages": prompt[0], "ids": prompt[1]}
 
