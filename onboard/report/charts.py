@@ -14,7 +14,8 @@ from markupsafe import Markup, escape
 
 from onboard.report.formats import number
 
-WIDTH = 640.0
+WIDTH = 936.0
+LABELS, NOTES = 130.0, 190.0  # room left and right of horizontal rows
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def histogram(
     """
     if not counts or len(log10_edges) != len(counts) + 1 or not any(counts):
         return Markup("")
-    left, right, top, bottom = 8.0, WIDTH - 8, 44.0, 190.0
+    left, right, top, bottom = 12.0, WIDTH - 12, 48.0, 210.0
     first, last, peak = log10_edges[0], log10_edges[-1], max(counts)
 
     def x(exponent: float) -> float:
@@ -67,26 +68,29 @@ def histogram(
 
 
 def intervals(
-    rows: Sequence[Interval], title: str, limit: float | None = None, unit: str = ""
+    rows: Sequence[Interval], title: str, limit: float | None = None, least: float = 0.0
 ) -> Markup:
-    """Draw one row per value: a dot, its interval, the figure; a dashed line at `limit`."""
+    """Draw one row per value: a dot, its interval, the figure; a dashed line at `limit`.
+
+    The axis begins at `least`.
+    """
     if not rows:
         return Markup("")
-    left, right, top, step = 128.0, WIDTH - 150, 26.0, 26.0
+    left, right, top, step = LABELS, WIDTH - NOTES, 14.0 if limit is None else 26.0, 24.0
     most = max([row.hi for row in rows] + ([limit] if limit else [])) or 1.0
     bottom = top + step * len(rows)
 
     def x(value: float) -> float:
-        return left + value / (most * 1.05) * (right - left)
+        return left + (value - least) / ((most - least) * 1.05) * (right - left)
 
     body = [_line(left, bottom, right, bottom, "axis")]
-    for tick in _ticks(most):
+    for tick in _ticks(most, least):
         body.append(_line(x(tick), top - 4, x(tick), bottom, "grid"))
-        body.append(_text(x(tick), bottom + 16, number(tick), "tick", "middle"))
+        body.append(_text(x(tick), bottom + 16, f"{tick:g}", "tick", "middle"))
     for i, row in enumerate(rows):
         y = top + step * (i + 0.5)
         body += [
-            _text(left - 12, y + 4, row.label, "label", "end"),
+            _text(0, y + 4, row.label, "label", "start"),
             _line(x(row.lo), y, x(row.hi), y, "whisker"),
             _line(x(row.lo), y - 5, x(row.lo), y + 5, "whisker"),
             _line(x(row.hi), y - 5, x(row.hi), y + 5, "whisker"),
@@ -97,7 +101,7 @@ def intervals(
     if limit is not None:
         body.append(_line(x(limit), top - 8, x(limit), bottom, "limit"))
         body.append(_text(x(limit), top - 12, f"limit {number(limit)}", "limit-label", "middle"))
-    return _svg(title, bottom + 26, body, unit)
+    return _svg(title, bottom + 26, body)
 
 
 def columns(rows: Sequence[Bar], title: str, most: float | None = None) -> Markup:
@@ -126,13 +130,13 @@ def shares(rows: Sequence[Bar], title: str) -> Markup:
     """Draw one horizontal bar per row on a scale from 0 to 1."""
     if not rows:
         return Markup("")
-    left, right, step = 128.0, WIDTH - 150, 26.0
+    left, right, step = LABELS, WIDTH - NOTES, 24.0
     body = []
     for i, row in enumerate(rows):
         y = 6 + step * i
         length = max(0.0, min(row.value, 1.0)) * (right - left)
         body += [
-            _text(left - 12, y + 14, row.label, "label", "end"),
+            _text(0, y + 14, row.label, "label", "start"),
             _rect(left, y + 3, right - left, 14, "track"),
             _rect(left, y + 3, length, 14, "bar"),
             _text(right + 14, y + 14, f"{row.value * 100:.1f}%", "figure", "start"),
@@ -160,11 +164,11 @@ def lines(
         )
 
     body = [_line(left, bottom, right, bottom, "axis")]
-    for tick in _ticks(most, 4):
+    for tick in _ticks(most):
         y = at(min(xs), tick)[1]
         body += [
             _line(left, y, right, y, "grid"),
-            _text(left - 6, y + 4, number(tick), "tick", "end"),
+            _text(left - 6, y + 4, f"{tick:g}", "tick", "end"),
         ]
     body += [
         _text(left, bottom + 17, number(min(xs)), "tick", "start"),
@@ -179,10 +183,8 @@ def lines(
     return _svg(title, bottom + 26, body, width=width)
 
 
-def _svg(
-    title: str, height: float, body: Sequence[str], unit: str = "", width: float = WIDTH
-) -> Markup:
-    label = escape(f"{title} ({unit})" if unit else title)
+def _svg(title: str, height: float, body: Sequence[str], width: float = WIDTH) -> Markup:
+    label = escape(title)
     return Markup(
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{label}" '
         f'class="chart"><title>{label}</title>{"".join(body)}</svg>'
@@ -215,19 +217,20 @@ def _marks(
     for row, (label, x) in enumerate(sorted(marks, key=lambda mark: mark[1])):
         if not left <= x <= right:
             continue
-        y = 10.0 + 13 * (row % 2)
+        y = 10.0 + 14 * (row % 3)
         anchor = "end" if x > WIDTH - 90 else "start"
         body.append(_line(x, y - 8, x, bottom, "mark"))
         body.append(_text(x + (4 if anchor == "start" else -4), y, label, "mark-label", anchor))
     return body
 
 
-def _ticks(most: float, wanted: int = 5) -> list[float]:
-    """Return round numbers from 0 up to `most`: 1, 2 or 5 times a power of ten apart."""
-    rough = most / wanted
+def _ticks(most: float, least: float = 0.0) -> list[float]:
+    """Return about five round numbers from `least` to `most`, steps of 1, 2 or 5 times 10^n."""
+    rough = (most - least) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
-    return [round(i * step, 12) for i in range(int(most * 1.0001 / step) + 1)]
+    first, last = math.ceil(least / step - 1e-9), math.floor(most / step + 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
 
 
 def _spread(ys: Sequence[float], gap: float) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from collections.abc import Mapping
 from typing import Any
 
 DASH = "–"
@@ -20,6 +21,12 @@ def number(value: Any, digits: int = 3) -> str:
         return f"{value:.{digits - 1}e}".replace("e-0", "e−").replace("e-", "e−").replace("-", "−")
     places = max(0, digits - 1 - _exponent(value))
     return f"{value:,.{places}f}".replace("-", "−")
+
+
+def limit(gate: Mapping[str, Any]) -> str:
+    """Return the limit of a gate as the recipe has it: ≤ 0.55."""
+    sign = {"<=": "≤", ">=": "≥"}[gate["bound"]]
+    return f"{sign} {gate['limit']:g}".replace("-", "−")
 
 
 def percent(share: Any, places: int = 1) -> str:

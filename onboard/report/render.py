@@ -95,6 +95,7 @@ def _environment(undefined: type[Undefined]) -> Environment:
     )
     for write in (
         formats.number,
+        formats.limit,
         formats.percent,
         formats.size,
         formats.seconds,

@@ -52,9 +52,8 @@ def fidelity(files: Row, metrics: Row, limits: Mapping[str, float]) -> dict[str,
         ),
         "domain_chart": charts.intervals(
             rows,
-            "Mean KL divergence by domain with 95% intervals",
+            "Mean KL divergence by domain in nats per token, with 95% intervals",
             limits.get("kl_mean"),
-            "nats per token",
         ),
         "domains": domains,
         "confidence": charts.columns(
@@ -129,6 +128,7 @@ def speculator(speculate: Row, smoke: Row, metrics: Row) -> dict[str, Any]:
         "domains": charts.intervals(
             _domain_acceptance(smoke.get("acceptance.json")),
             "Acceptance length in the engine by domain",
+            least=1.0,
         ),
     }
 
