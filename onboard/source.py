@@ -217,14 +217,18 @@ def _package(job: Job[recipe.Source]) -> Location:
     file, distribution = _packaged(job.params.model)
     folder = job.out / "model"
     folder.mkdir()
-    gguf.convert(file, folder)
+
+    def progress(done: int, total: int) -> None:
+        job.progress("dequantize", done, total, "tensors")
+
+    gguf.convert(file, folder, progress)
     for entry in metadata.files(distribution) or ():
         if any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in _TEXTS):
             shutil.copyfile(str(entry.locate()), folder / entry.name)
     about = metadata.metadata(distribution)
-    licence = about.get("License-Expression") or about.get("License")
+    licence = about.json.get("license_expression") or about.json.get("license")
     version = metadata.version(distribution)
-    return Location("model", job.params.model, version, "package", licence)
+    return Location("model", job.params.model, version, "package", str(licence))
 
 
 def _packaged(model: str) -> tuple[Path, str]:

@@ -1,0 +1,336 @@
+"""Stage `adapt`: every tensor's role, what becomes NVFP4 and why the rest does not.
+
+It reads headers and config.json only, so that a wrong plan costs seconds, not hours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from onboard import source
+from onboard.architectures import LINEAR, QUANTIZABLE, Role
+from onboard.checkpoint.headers import Header, is_mtp, read_headers
+from onboard.errors import InputError
+from onboard.modelconfig import ModelConfig, read_config
+from onboard.pipeline import Job
+from onboard.recipe import Adapt
+from onboard.store import write_json
+
+BLOCK = 16  # inputs that share one NVFP4 block scale
+READABLE = ("BF16", "F16", "F32")  # formats of weights that the quantizer reads
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One tensor of the source, and whether it becomes NVFP4 (else `reason` says why not)."""
+
+    role: Role
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    quantize: bool
+    reason: str | None
+
+    @property
+    def parameters(self) -> int:
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+
+Plan = Mapping[str, Planned]
+
+
+def run(job: Job[Adapt]) -> None:
+    """Write `adaptation.json`: the role table and what follows from it for the later stages.
+
+    `groups` are modules that share `weight_scale_2` and `input_scale`, `ignore` the modules that
+    the quantization config names as not quantized, `expected_share` the part of each role's
+    parameters that becomes NVFP4, `linear_parameters` those of all linear layers and experts.
+    """
+    root = source.root(job.inputs["source"])
+    config = read_config(root)
+    headers = read_headers(root)
+    check_recipe(job.params)
+    check_complete(config, headers)
+    tensors = plan(config, headers, job.params)
+    for warning in warnings(config, tensors, job.params):
+        job.warn(warning)
+    write_json(job.out / "adaptation.json", describe(config, tensors))
+    write_json(job.out / "metrics.json", metrics(config, tensors))
+
+
+def plan(config: ModelConfig, headers: Mapping[str, Header], params: Adapt) -> dict[str, Planned]:
+    """Return the decision for every tensor.
+
+    Raises InputError on tensors without a role that no `keep` pattern names, and on weights in a
+    format that the quantizer cannot read.
+    """
+    tensors: dict[str, Planned] = {}
+    for header in headers.values():
+        role = role_of(config, header.name)
+        reason = reason_to_keep(header, role, params)
+        tensors[header.name] = Planned(
+            role, header.dtype, header.shape, header.shard, reason is None, reason
+        )
+    _refuse_unknown(config, tensors, params)
+    for unit in fused_units(config, tensors):
+        _keep_together(tensors, unit)
+    for name, tensor in tensors.items():
+        if tensor.quantize and tensor.dtype not in READABLE:
+            raise InputError(
+                f"{tensor.shard}: {name} is {tensor.dtype}; expected one of {', '.join(READABLE)}",
+                "start from the bf16 checkpoint of this model",
+            )
+    return tensors
+
+
+def role_of(config: ModelConfig, name: str) -> Role:
+    return Role.MTP if is_mtp(name, config.num_layers) else config.rules.role(name)
+
+
+def reason_to_keep(header: Header, role: Role, params: Adapt) -> str | None:
+    """Return why a tensor stays as it is, or None where it becomes NVFP4."""
+    kept = [pattern for pattern in params.keep if fnmatch.fnmatchcase(header.name, pattern)]
+    if kept:
+        return f"kept by the pattern {kept[0]}"
+    if role is Role.UNKNOWN:
+        return "its role is unknown"
+    if role not in params.quantize:
+        return f"role {role} stays in high precision"
+    if len(header.shape) not in (2, 3):
+        return "not a matrix"
+    if header.shape[-1] % BLOCK:
+        return f"input width {header.shape[-1]} is not a multiple of {BLOCK}"
+    return None
+
+
+def fused_units(config: ModelConfig, tensors: Iterable[str]) -> list[list[str]]:
+    """Return tensors that an engine holds as one: siblings, and the experts of a layer."""
+    units: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in tensors:
+        container = expert_container(name)
+        parent, projection = _split(module_of(name))
+        for siblings in config.rules.siblings:
+            if projection in siblings and not container:
+                units[(parent, *siblings)].append(name)
+        if container:
+            units[(container,)].append(name)
+    return list(units.values())
+
+
+def groups(config: ModelConfig, tensors: Plan) -> list[list[str]]:
+    """Return the quantized modules that share scales, siblings in the engine's order.
+
+    A fused expert tensor holds its own siblings and is in no group.
+    """
+    found: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        module = module_of(name)
+        parent, projection = _split(module)
+        for siblings in config.rules.siblings:
+            if tensor.quantize and projection in siblings and len(tensor.shape) == 2:
+                found[(parent, *siblings)][projection] = module
+    ordered = ([held[s] for s in siblings if s in held] for (_, *siblings), held in found.items())
+    return [group for group in ordered if len(group) > 1]
+
+
+def ignored(config: ModelConfig, tensors: Plan) -> list[str]:
+    """Return the modules that an engine must not take for NVFP4.
+
+    An output head that is tied, and so absent, is named too: engines build one. Kept experts
+    appear as their container, which is one module to an engine; MTP layers as one wildcard each.
+    """
+    names = {"lm_head"}
+    for name, tensor in tensors.items():
+        if tensor.role is Role.MTP:
+            names.add(_mtp_wildcard(name))
+        elif tensor.quantize or len(tensor.shape) < 2 or tensor.role is Role.EMBED:
+            continue
+        else:
+            names.add(expert_container(name) or module_of(name))
+    return sorted(names)
+
+
+def expected_share(tensors: Plan, totals: Mapping[str, int]) -> dict[str, float]:
+    """Return role -> NVFP4 parameters / parameters of its matrices, where any are quantized."""
+    chosen: Counter[str] = Counter()
+    for tensor in tensors.values():
+        if tensor.quantize:
+            chosen[tensor.role] += tensor.parameters
+    return {role: chosen[role] / totals[role] for role in sorted(chosen)}
+
+
+def linear_parameters(config: ModelConfig, tensors: Plan) -> dict[str, int]:
+    """Return role -> parameters of its linear layers and experts.
+
+    Embeddings are look-ups, not linear layers; a tied output head is the embedding and does not
+    count, whether or not the file repeats it.
+    """
+    totals: Counter[str] = Counter()
+    tied = is_tied(config, tensors)
+    for name, tensor in tensors.items():
+        is_linear = tensor.role in LINEAR and len(tensor.shape) >= 2
+        if not is_linear or (tensor.role is Role.HEAD and tied) or "embed_tokens" in name:
+            continue
+        totals[tensor.role] += tensor.parameters
+    return dict(sorted(totals.items()))
+
+
+def is_tied(config: ModelConfig, tensors: Iterable[str]) -> bool:
+    """Whether the output head is the embedding; where the config is silent the file decides."""
+    return "lm_head.weight" not in tensors if config.tied is None else config.tied
+
+
+def describe(config: ModelConfig, tensors: Plan) -> dict[str, Any]:
+    """Return the content of `adaptation.json`."""
+    totals = linear_parameters(config, tensors)
+    return {
+        "model_type": config.model_type,
+        "architecture": config.architecture,
+        "family": config.family,
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "rope_theta": config.rope_theta,
+        "tied": is_tied(config, tensors),
+        "tensors": {name: asdict(tensor) for name, tensor in tensors.items()},
+        "groups": groups(config, tensors),
+        "ignore": ignored(config, tensors),
+        "experts": experts(config, tensors),
+        "expected_share": expected_share(tensors, totals),
+        "linear_parameters": sum(totals.values()),
+        "linear_parameters_by_role": totals,
+    }
+
+
+def experts(config: ModelConfig, tensors: Plan) -> dict[str, Any] | None:
+    """Return how routed experts are stored: one tensor each, or fused [E, ...] with its axes."""
+    names = [name for name, tensor in tensors.items() if tensor.role is Role.EXPERT]
+    if not names:
+        return None
+    fused = [name for name in names if len(tensors[name].shape) == 3]
+    if fused:
+        axes = dict(config.rules.fused_experts)
+        return {"layout": "fused", "count": tensors[fused[0]].shape[0], "axes": axes}
+    numbers = {match[1] for name in names if (match := re.search(r"\.experts\.(\d+)\.", name))}
+    return {"layout": "separate", "count": len(numbers), "axes": {}}
+
+
+def metrics(config: ModelConfig, tensors: Plan) -> dict[str, float]:
+    totals = linear_parameters(config, tensors)
+    quantizable = sum(t.parameters for t in tensors.values() if t.quantize)
+    shares = expected_share(tensors, totals)
+    unknown = [name for name, tensor in tensors.items() if _unknown(tensor)]
+    return {
+        "unknown_tensors": len(unknown),
+        "source_tensors": len(tensors),
+        "mtp_tensors": sum(tensor.role is Role.MTP for tensor in tensors.values()),
+        "quantizable_parameters": quantizable,
+        "linear_parameters": sum(totals.values()),
+        "expected_share": quantizable / max(1, sum(totals.values())),
+        **{f"expected_share_{role}": share for role, share in shares.items()},
+    }
+
+
+def warnings(config: ModelConfig, tensors: Plan, params: Adapt) -> list[str]:
+    """Return what a person should know about the plan, though it can be carried out."""
+    said = [
+        f"adapt.keep: the pattern {pattern!r} names no tensor"
+        for pattern in params.keep
+        if not fnmatch.filter(tensors, pattern)
+    ]
+    narrow = [name for name, t in tensors.items() if "multiple of" in (t.reason or "")]
+    if narrow:
+        said.append(f"{len(narrow)} tensors stay in high precision: {narrow[0]}: "
+                    f"{tensors[narrow[0]].reason}")  # fmt: skip
+    if config.num_mtp_layers and not any(t.role is Role.MTP for t in tensors.values()):
+        said.append(
+            f"config.json announces {config.num_mtp_layers} MTP layers, the checkpoint has none: "
+            "an engine would draft with random weights"
+        )
+    return said
+
+
+def check_recipe(params: Adapt) -> None:
+    """Raise InputError on a role that does not exist or cannot be quantized."""
+    allowed = [role.value for role in QUANTIZABLE]
+    for role in params.quantize:
+        if role not in allowed:
+            near = difflib.get_close_matches(role, allowed, 1)
+            hint = f"did you mean {near[0]}?" if near else None
+            raise InputError(
+                f"adapt.quantize: {role!r} is none of the roles {', '.join(allowed)}", hint
+            )
+
+
+def check_complete(config: ModelConfig, headers: Mapping[str, Header]) -> None:
+    """Raise InputError where a layer or an untied output head is missing from the files."""
+    held = {int(m[1]) for name in headers if (m := re.search(r"(?:^|\.)layers\.(\d+)\.", name))}
+    missing = sorted(set(range(config.num_layers)) - held)
+    if missing:
+        raise InputError(
+            f"config.json says num_hidden_layers = {config.num_layers}, but the checkpoint has no "
+            f"tensor of layer {missing[0]}"
+        )
+    if config.tied is False and "lm_head.weight" not in headers:
+        raise InputError(
+            "config.json says tie_word_embeddings = false, but the checkpoint has no lm_head.weight"
+        )
+
+
+def module_of(name: str) -> str:
+    """Return the module of a tensor: its name without `.weight`."""
+    return name.removesuffix(".weight")
+
+
+def expert_container(name: str) -> str | None:
+    """Return "….experts" for a tensor of a routed expert."""
+    head, found, _ = name.rpartition(".experts.")
+    return f"{head}.experts" if found else None
+
+
+def _split(module: str) -> tuple[str, str]:
+    parent, _, projection = module.rpartition(".")
+    return parent, projection
+
+
+def _mtp_wildcard(name: str) -> str:
+    layer = re.match(r"(?:.*\.)?layers\.\d+\.", name)
+    is_prefixed = re.match(r"(?:.*\.)?mtp\.", name)
+    whole = is_prefixed or layer
+    assert whole is not None
+    return f"{whole[0]}*"
+
+
+def _keep_together(tensors: dict[str, Planned], unit: list[str]) -> None:
+    """Keep all of `unit` where one of it is kept: an engine gives the fused matrix one format."""
+    kept = next((name for name in unit if not tensors[name].quantize), None)
+    if kept is None:
+        return
+    for name in unit:
+        if tensors[name].quantize:
+            reason = f"fused with {kept}: {tensors[kept].reason}"
+            tensors[name] = replace(tensors[name], quantize=False, reason=reason)
+
+
+def _unknown(tensor: Planned) -> bool:
+    return tensor.role is Role.UNKNOWN and not (tensor.reason or "").startswith("kept by")
+
+
+def _refuse_unknown(config: ModelConfig, tensors: Plan, params: Adapt) -> None:
+    unknown = [name for name, tensor in tensors.items() if _unknown(tensor)]
+    if unknown:
+        first = ", ".join(f"{name} {list(tensors[name].shape)}" for name in unknown[:3])
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise InputError(
+            f"{len(unknown)} tensors have no role in the family {config.family}: {first}{more}",
+            f"add them to onboard/architectures/{config.family}.py, or copy them unchanged: "
+            f"--set 'adapt.keep={[*params.keep, unknown[0]]}'",
+        )

@@ -1,0 +1,105 @@
+"""What a published config.json says about the model, read as published."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onboard.architectures import Architecture, by_model_type, families
+from onboard.errors import InputError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The facts that decide roles and layout. `tied` is None where the config does not say."""
+
+    model_type: str
+    architecture: str  # transformers class
+    family: str  # file in onboard/architectures
+    num_layers: int
+    num_mtp_layers: int
+    hidden_size: int
+    tied: bool | None
+    rope_theta: float | None
+
+    @property
+    def rules(self) -> Architecture:
+        return families()[self.family]
+
+
+def read_config(root: Path) -> ModelConfig:
+    """Return the facts of `root/config.json`; raises InputError where it contradicts itself."""
+    path = root / "config.json"
+    config = json.loads(path.read_text())
+    model_type = config.get("model_type")
+    family = _family(path, model_type)
+    layers = _number(path, config, "num_hidden_layers")
+    _check_per_layer(path, config, layers)
+    return ModelConfig(
+        model_type=model_type,
+        architecture=_architecture(path, config, families()[family].model_types[model_type]),
+        family=family,
+        num_layers=layers,
+        num_mtp_layers=config.get("num_nextn_predict_layers") or 0,
+        hidden_size=_number(path, config, "hidden_size"),
+        tied=config.get("tie_word_embeddings"),
+        rope_theta=_rope_theta(path, config),
+    )
+
+
+def _family(path: Path, model_type: str | None) -> str:
+    known = by_model_type()
+    if model_type in known:
+        return known[model_type]
+    if not model_type:
+        raise InputError(f"{path}: expected a model_type, found none")
+    near = difflib.get_close_matches(model_type, known, 1, 0.3)
+    nearest = known[near[0]] if near else "llama"
+    raise InputError(
+        f"{path}: no architecture file for model_type {model_type!r}; "
+        f"known: {', '.join(sorted(known))}",
+        f"write onboard/architectures/{model_type}.py, starting from the nearest family: "
+        f"onboard/architectures/{nearest}.py",
+    )
+
+
+def _number(path: Path, config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise InputError(f"{path}: {key}: expected a positive integer, found {value!r}")
+    return value
+
+
+def _architecture(path: Path, config: Mapping[str, Any], expected: str) -> str:
+    """Return the transformers class; a null or absent list means the family's own."""
+    listed = config.get("architectures") or [expected]
+    if listed[0] != expected:
+        raise InputError(
+            f"{path}: architectures: expected {expected} for model_type "
+            f"{config['model_type']}, found {listed[0]}"
+        )
+    return expected
+
+
+def _check_per_layer(path: Path, config: Mapping[str, Any], layers: int) -> None:
+    for key in ("layer_types", "mlp_layer_types"):
+        entries = config.get(key)
+        if entries is not None and len(entries) != layers:
+            raise InputError(
+                f"{path}: {key} has {len(entries)} entries for num_hidden_layers = {layers}",
+                "take the config.json of the published checkpoint, or correct one of the two",
+            )
+
+
+def _rope_theta(path: Path, config: Mapping[str, Any]) -> float | None:
+    """Return the rotary base, written at the top (older) or inside `rope_parameters` (newer)."""
+    nested = (config.get("rope_parameters") or {}).get("rope_theta")
+    top = config.get("rope_theta")
+    if None not in (nested, top) and nested != top:
+        raise InputError(f"{path}: rope_theta is {top} at the top and {nested} in rope_parameters")
+    found = top if nested is None else nested
+    return None if found is None else float(found)
