@@ -1,0 +1,80 @@
+"""The commands that the smoke test used, made relative to the bundle: `serve/`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onboard.report.secrets import is_secret_name, scrubber
+from onboard.store import write_json
+
+SHELL = {"bundle": '"$bundle"', "port": '"$port"', "python": '"$python"'}
+PLACEHOLDER = re.compile(r"\{(bundle|port|python)\}")
+FILES = {"plain": "{engine}.sh", "speculative": "{engine}-speculative.sh"}
+
+SCRIPT = """\
+#!/bin/sh
+# {what}, with the very command of the smoke test: {engine} {version}, {mode}.
+# PYTHON is the engine's interpreter, PORT the port; further arguments go to the engine.
+set -eu
+bundle=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
+port=${{PORT:-8000}}
+python=${{PYTHON:-python3}}
+{exports}exec {command} \\
+  "$@"
+"""
+
+
+def write_serving(engine: Mapping[str, Any], dest: Path) -> None:
+    """Write `commands.json`, which `onboard serve` reads, and one shell script per command.
+
+    `engine` is the smoke test's `engine.json`; its commands hold `{bundle}`, `{port}` and
+    `{python}` in the place of paths and numbers.
+    """
+    commands = {name: argv for name, argv in engine["commands"].items() if argv}
+    environment = {
+        name: value
+        for name, value in (engine.get("environment") or {}).items()
+        if not is_secret_name(name)
+    }
+    facts = {name: engine.get(name) for name in ("engine", "version", "mode", "dtype")}
+    clean: dict[str, Any] = scrubber()({**facts, **commands, "environment": environment})
+    write_json(dest / "commands.json", clean)
+    for name, argv in commands.items():
+        script = dest / FILES[name].format(engine=engine["engine"])
+        script.write_text(_script(name, argv, clean))
+        script.chmod(0o755)
+
+
+def shell_word(word: str) -> str:
+    """Quote one argument for sh, placeholders becoming variables: '--port' "$port"."""
+    parts = PLACEHOLDER.split(word)  # text, name, text, name, ..., text
+    quoted = [
+        SHELL[part] if i % 2 else shlex.quote(part) for i, part in enumerate(parts) if part or i % 2
+    ]
+    return "".join(quoted) or "''"
+
+
+def _script(name: str, argv: Sequence[str], facts: Mapping[str, Any]) -> str:
+    exports = "".join(
+        f"export {key}={shell_word(str(value))}\n" for key, value in facts["environment"].items()
+    )
+    return SCRIPT.format(
+        what="Serve the checkpoint" + (" with its speculator" if name == "speculative" else ""),
+        engine=facts["engine"],
+        version=facts["version"],
+        mode=facts["mode"],
+        exports=exports,
+        command=_lines(argv),
+    )
+
+
+def _lines(argv: Sequence[str]) -> str:
+    """Return the command with one option and its values a line."""
+    text = shell_word(argv[0])
+    for word in argv[1:]:
+        text += (" \\\n  " if word.startswith("--") else " ") + shell_word(word)
+    return text
