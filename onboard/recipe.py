@@ -15,6 +15,7 @@ from onboard.errors import InputError
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = "smollm2-135m"
+PARENTS = ("base", "release")  # extended by recipes, not models themselves
 
 
 @dataclass(frozen=True)
@@ -236,16 +237,37 @@ class Recipe(Section):
         assert isinstance(section, Section)
         return section
 
-    def limits(self) -> Iterator[tuple[str, str]]:
-        """Yield (stage, gate) for every gate that has a limit."""
+    def bounds(self) -> Iterator[tuple[str, str, Limit]]:
+        """Yield (stage, gate, limit) for every gate that has one."""
         for stage in type(self).model_fields:
             if isinstance(section := getattr(self, stage), Section):
-                yield from ((stage, gate) for gate in section.limits())
+                yield from ((stage, gate, limit) for gate, limit in section.limits().items())
 
 
 def names() -> list[str]:
     """Return the shipped recipes that a user can type."""
-    return sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem != "base")
+    return sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem not in PARENTS)
+
+
+def listing() -> list[dict[str, Any]]:
+    """Return what `onboard recipes` shows of every shipped recipe, the default first."""
+    recipes = [resolve(name) for name in sorted(names(), key=lambda n: (n != DEFAULT, n))]
+    return [
+        {
+            "name": recipe.name,
+            "summary": recipe.summary,
+            "model": recipe.source.model,
+            "default": recipe.name == DEFAULT,
+            "quantizes": list(recipe.adapt.quantize),
+            "engine": recipe.smoke.engine,
+            "engine_minimum": recipe.smoke.engine_minimum,
+            "gates": {
+                f"{stage}.{gate}": f"{limit.bound} {limit.value:g}"
+                for stage, gate, limit in recipe.bounds()
+            },
+        }
+        for recipe in recipes
+    ]
 
 
 def resolve(model: str, assignments: Sequence[str] = ()) -> Recipe:
