@@ -175,7 +175,7 @@ class Pipeline:
         an older artifact and the reason why it stands despite a code change.
         """
         overrides, adoptions = overrides or {}, adoptions or {}
-        _check_known(overrides, {f"{s}.{g}" for s, g in recipe.limits()}, "--override")
+        _check_known(overrides, {f"{s}.{g}" for s, g, _ in recipe.bounds()}, "--override")
         _check_known(adoptions, {s.name for s in self.stages}, "--adopt")
         run = Run(run_id, recipe, self.store, command=tuple(command))
         for stage in self.stages:
