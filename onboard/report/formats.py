@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import unicodedata
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,8 @@ def number(value: Any, digits: int = 3) -> str:
     """Return `value` with `digits` significant digits, whole numbers in full: 0.312, 12,840."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return DASH
+    if not math.isfinite(value):
+        return str(value)
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}".replace("-", "−")
     if abs(value) < 10 ** -(digits + 1) or abs(value) >= 1e7:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from onboard.report.formats import number
+from onboard.report.formats import limit, number
 
 # Everything that XML 1.0 cannot hold, even escaped.
 FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -44,7 +44,7 @@ def junit(facts: Mapping[str, Any], probes: Sequence[Mapping[str, Any]]) -> str:
 def _gate(suite: ElementTree.Element, gate: Mapping[str, Any]) -> None:
     case = _case(suite, f"gate.{gate['stage']}", gate["name"])
     shown = "not measured" if gate["value"] is None else number(gate["value"], 4)
-    fact = f"{gate['name']} = {shown}, limit {gate['bound']} {number(gate['limit'], 4)}"
+    fact = f"{gate['name']} = {shown}, limit {limit(gate)}"
     if not gate["stands"]:
         ElementTree.SubElement(case, "failure", message=fact)
     elif gate["override"]:

@@ -20,6 +20,7 @@ from onboard.pipeline import Run
 from onboard.report import formats, sections
 from onboard.report.facts import gather, read
 from onboard.report.junit import junit
+from onboard.report.labels import label
 from onboard.report.secrets import scrubber
 from onboard.store import write_json
 
@@ -106,6 +107,7 @@ def _environment(undefined: type[Undefined]) -> Environment:
         formats.words,
     ):
         environment.filters[write.__name__] = write
+    environment.filters["label"] = label
     return environment
 
 

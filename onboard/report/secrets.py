@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 SECRET_NAME = re.compile(
-    r"(^|_)(API_?KEY|ACCESS_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)S?(_|$)", re.I
+    r"(^|_)(API_?KEY|ACCESS_?KEY|KEY|TOKEN|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.I
 )
 # Hugging Face, OpenAI-like, GitHub, AWS and Slack tokens, and passwords inside URLs.
 SECRET_VALUE = re.compile(

@@ -1,0 +1,104 @@
+"""Charts: geometry from written-out numbers, labels escaped, nothing drawn from nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onboard.report import charts, formats
+from onboard.report.charts import Bar, Interval
+
+positive = st.floats(1e-6, 1e6, allow_nan=False)
+
+
+def numbers(svg: str, element: str, attribute: str) -> list[float]:
+    found = ElementTree.fromstring(svg).iter(element)
+    return [float(e.attrib[attribute]) for e in found if attribute in e.attrib]
+
+
+def test_column_heights_are_proportional() -> None:
+    heights = numbers(charts.columns([Bar("a", 1.0), Bar("b", 0.5)], "t"), "rect", "height")
+    assert heights == [114.0, 57.0]
+
+
+def test_columns_keep_to_their_scale() -> None:
+    assert numbers(charts.columns([Bar("a", 0.25)], "t", 1.0), "rect", "height") == [28.5]
+
+
+def test_interval_axis_begins_at_least() -> None:
+    svg = charts.intervals([Interval("a", 1.5, 1.0, 2.0)], "t", least=1.0)
+    left, width = charts.LABELS, charts.WIDTH - charts.NOTES - charts.LABELS
+    assert numbers(svg, "circle", "cx") == [pytest.approx(left + 0.5 / 1.05 * width, abs=0.1)]
+
+
+def test_histogram_marks_stand_where_their_value_is() -> None:
+    svg = charts.histogram([-2, -1, 0], [1, 3], "t", [("mean", 0.1), ("off", 5.0), ("zero", 0.0)])
+    assert "mean" in svg
+    assert "off" not in svg
+    marks = re.findall(r'class="mark" x1="([\d.]+)"', svg)
+    assert marks == [f"{charts.WIDTH / 2:.1f}"]  # 0.1 is the middle of 0.01 .. 1
+
+
+def test_labels_are_escaped() -> None:
+    svg = charts.shares([Bar("<b>&", 0.5)], '"><script>')
+    assert "<script>" not in svg
+    assert "<b>" not in svg
+    ElementTree.fromstring(svg)
+
+
+def test_nothing_is_drawn_from_nothing() -> None:
+    assert charts.histogram([], [], "t") == ""
+    assert charts.histogram([0, 1], [0], "t") == ""
+    assert charts.intervals([], "t") == charts.columns([], "t") == charts.shares([], "t") == ""
+    assert charts.lines([("loss", [])], "t", "step") == ""
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=1, max_size=6), st.none() | positive)
+def test_intervals_stay_inside_the_picture(
+    pairs: list[tuple[float, float]], limit: float | None
+) -> None:
+    rows = [Interval("a", v, v, v + d) for v, d in pairs]
+    svg = charts.intervals(rows, "t", limit)
+    for x in numbers(svg, "line", "x2") + numbers(svg, "circle", "cx"):
+        assert 0 <= x <= charts.WIDTH
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=1, max_size=50))
+def test_lines_stay_inside_the_picture(points: list[tuple[float, float]]) -> None:
+    svg = charts.lines([("loss", points)], "t", "step")
+    found = re.findall(r"([\d.e+-]+),([\d.e+-]+)", re.findall(r'points="([^"]*)"', svg)[0])
+    assert len(found) == len(points)
+    assert all(0 <= float(x) <= 400 and 0 <= float(y) <= 160 for x, y in found)
+
+
+@given(positive, positive)
+def test_ticks_are_round_and_inside(least: float, span: float) -> None:
+    ticks = charts._ticks(least + span, least)
+    assert len(ticks) <= 12
+    assert all(least * 0.999 <= t <= (least + span) * 1.001 for t in ticks)
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (0, "0"), (40, "40"), (12840, "12,840"), (0.3127, "0.313"), (1.538, "1.54"),
+        (0.00002, "2.00e−5"), (-0.0213, "−0.0213"), (123.456, "123"), (None, "–"), (True, "–"),
+        (math.nan, "nan"), (math.inf, "inf"),
+    ],
+)  # fmt: skip
+def test_numbers(value: float | None, written: str) -> None:
+    assert formats.number(value) == written
+
+
+def test_sizes_times_and_shares() -> None:
+    assert formats.size(999) == "999 B"
+    assert formats.size(116_500_000) == "116.5 MB"
+    assert formats.size(1.575e12) == "1.57 TB"
+    assert formats.seconds(61) == "1 min 01 s"
+    assert formats.seconds(7200) == "2.0 h"
+    assert formats.percent(0.7638) == "76.4%"

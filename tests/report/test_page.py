@@ -1,0 +1,259 @@
+"""What the page shows, and what it must never hold."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from jinja2 import StrictUndefined
+
+from onboard.pipeline import Run
+from onboard.report.facts import gather
+from onboard.report.render import _files, page, write_report
+
+MakeRun = Callable[..., Run]
+ATTACK = '<script>alert(1)</script><img src=x onerror="alert(2)">'
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; fails on tags that do not nest."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def html(run: Run) -> str:
+    write_report(run, run.dir / "report")
+    return (run.dir / "report" / "index.html").read_text()
+
+
+def test_every_value_of_a_full_run_is_there(make_run: MakeRun) -> None:
+    run = make_run()
+    page(gather(run), _files(run), StrictUndefined)  # a typo in a template raises
+
+
+def test_page_shows_gates_and_headline_figures(make_run: MakeRun) -> None:
+    run = make_run()
+    text = Page(html(run)).text
+    for gate in run.gates:
+        assert f"{gate.stage}.{gate.name}" in text
+    for figure in ("0.313", "[0.274, 0.356]", "2.13e−5", "0.127", "76.4%", "1.54", "1.61"):
+        assert figure in text
+    assert "cpu-emulation W4A4" in text
+    assert "Pass 19 of 19 gates" in text
+
+
+def test_page_is_well_formed_and_self_contained(make_run: MakeRun) -> None:
+    seen = Page(html(make_run()))
+    assert not {"script", "link", "iframe", "img", "object", "embed", "form"} & set(seen.tags)
+    names = {name for name, _ in seen.attributes}
+    assert not {n for n in names if n.startswith("on")}
+    assert not names & {"src", "srcset", "style", "action", "data"}
+    assert all(value.startswith("#") for name, value in seen.attributes if name == "href")
+    assert "http" not in " ".join(value for name, value in seen.attributes if name != "http-equiv")
+    assert seen.tags.count("caption") == seen.tags.count("table") > 5
+    assert seen.tags.count("svg") > 5
+    assert sum(name == "aria-label" for name, _ in seen.attributes) > seen.tags.count("svg")
+
+
+def test_policy_allows_only_the_page_s_own_style(make_run: MakeRun) -> None:
+    source = html(make_run())
+    style = re.search(r"<style>(.*?)</style>", source, re.DOTALL)
+    assert style
+    digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'sha256-{digest}'" in source
+    assert "url(" not in style[1]
+    assert "@import" not in style[1]
+
+
+def test_model_text_is_escaped_everywhere(make_run: MakeRun) -> None:
+    """Case 23: text with a script in samples, probes, tokens, names and reasons."""
+    pairs = [[ATTACK, 0.9]]
+    run = make_run(
+        recipe={"summary": ATTACK, "fidelity": {"gates": {"kl_mean": 0.1}}},
+        overrides={"fidelity.kl_mean": ATTACK},
+        adopted={"calibrate": ATTACK},
+        files={
+            "fidelity": {
+                "worst.json": [
+                    {
+                        "kl": 9.0,
+                        "domain": ATTACK,
+                        "document": "d",
+                        "position": 1,
+                        "context": ATTACK,
+                        "true_token": ATTACK,
+                        "source_top": pairs,
+                        "candidate_top": pairs,
+                    }
+                ],
+                "domains.json": [
+                    {
+                        "domain": ATTACK,
+                        "documents": 1,
+                        "tokens": 1,
+                        "kl_mean": 0.1,
+                        "kl_mean_lo": 0.1,
+                        "kl_mean_hi": 0.1,
+                        "top1": 1.0,
+                        "ppl_ratio": 1.0,
+                    }
+                ],
+            },
+            "smoke": {
+                "probes.json": [
+                    {
+                        "name": ATTACK,
+                        "passed": False,
+                        "detail": ATTACK,
+                        "request": {"prompt": ATTACK},
+                        "response": ATTACK,
+                        "seconds": 0.1,
+                    }
+                ],
+                "samples.jsonl": [
+                    {
+                        "id": ATTACK,
+                        "domain": ATTACK,
+                        "prompt": ATTACK,
+                        "plain": ATTACK,
+                        "speculative": ATTACK + "!",
+                        "sampled": ATTACK,
+                        "looped": False,
+                        "agreement": "diverged",
+                        "gap": 0.4,
+                        "position": 2,
+                    }
+                ],
+            },
+        },
+    )
+    source = html(run)
+    assert "<script" not in source
+    assert "<img" not in source
+    assert source.count("&lt;script&gt;") > 10
+    Page(source)
+
+
+def test_hidden_characters_are_spelt_out(make_run: MakeRun) -> None:
+    sample = {
+        "id": "a",
+        "domain": "chat",
+        "prompt": "user\u202eresu",  # right-to-left override
+        "plain": "a\x00b\x1b[31m",
+        "speculative": "half \ud800",  # JSON can hold half a surrogate pair
+        "sampled": "",
+        "looped": False,
+        "agreement": "equal",
+        "gap": None,
+        "position": None,
+    }
+    source = html(make_run(files={"smoke": {"samples.jsonl": [sample]}}))
+    assert "user⟨202E⟩resu" in source
+    assert "a⟨0000⟩b⟨001B⟩[31m" in source
+    assert "half ⟨D800⟩" in source
+
+
+def test_failed_run_names_the_gate_and_what_did_not_run(failed_run: Run) -> None:
+    text = Page(html(failed_run)).text
+    assert "Fail fidelity.kl_mean is 0.3127; the limit is ≤ 0.0001." in text
+    assert "Speculator not run: needs features." in text
+    assert "Engine not run: needs speculate." in text
+    assert "✗ failed" in text
+
+
+def test_overrides_and_adoptions_are_printed(make_run: MakeRun) -> None:
+    run = make_run(
+        recipe={"fidelity": {"gates": {"kl_mean": 0.3}}},
+        overrides={"fidelity.kl_mean": "release board, 28 November"},
+        adopted={"calibrate": "only a log message changed"},
+    )
+    assert run.passed
+    text = Page(html(run)).text
+    assert "Pass, with 1 override" in text
+    assert text.count("release board, 28 November") == 2  # banner and gate table
+    assert "only a log message changed" in text
+
+
+def test_failed_probe_is_shown_with_request_and_response(make_run: MakeRun) -> None:
+    probe = {
+        "name": "json_schema",
+        "passed": False,
+        "detail": "'age' is a required property",
+        "request": {"messages": [{"role": "user", "content": "Describe Ada"}]},
+        "response": {"choices": [{"message": {"content": '{"name": "Ada"}'}}]},
+        "seconds": 2.0,
+    }
+    run = make_run(
+        files={"smoke": {"probes.json": [probe]}}, metrics={"smoke": {"probes_failed": 1}}
+    )
+    text = Page(html(run)).text
+    assert "'age' is a required property" in text
+    assert "Describe Ada" in text
+    assert '\\"name\\": \\"Ada\\"' in text
+
+
+@pytest.mark.parametrize("stage", ["adapt", "quantize", "fidelity", "speculate", "smoke"])
+def test_report_is_written_whatever_is_missing(make_run: MakeRun, stage: str) -> None:
+    Page(html(make_run(skipped={stage: "needs something"})))
+
+
+def test_report_is_written_without_any_artifact(tmp_path: Path, make_run: MakeRun) -> None:
+    run = make_run()
+    run.artifacts.clear()
+    run.gates.clear()
+    run.outcomes.clear()
+    assert "not part of this run" in html(run)
+
+
+def test_report_json_holds_the_facts(make_run: MakeRun) -> None:
+    run = make_run()
+    html(run)
+    facts = json.loads((run.dir / "report" / "report.json").read_text())
+    assert facts["verdict"] == "pass"
+    assert facts["metrics"]["kl_mean"] == 0.3127
+    assert len(facts["gates"]) == len(run.gates)
+    assert facts["provenance"]["engine"]["mode"] == "cpu-emulation W4A4"
+    assert facts["provenance"]["seeds"] == {"data": 0, "fidelity": 0, "speculate": 0}
+    assert {d["licence"] for d in facts["provenance"]["data"]} >= {"MIT", "Apache-2.0"}
+
+
+def test_two_reports_of_one_run_are_equal(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    for name in ("one", "two"):
+        write_report(run, tmp_path / name)
+    for name in ("index.html", "report.json", "junit.xml"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
