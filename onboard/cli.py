@@ -20,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich would double the time that --help takes
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -213,9 +214,7 @@ def _print_verdict(result: dict[str, Any]) -> None:
     for gate in result["gates"]:
         if not gate["passed"]:
             why = f"overridden: {gate['override']}" if gate["override"] else "FAILED"
-            print(
-                f"{gate['stage']}.{gate['name']} = {gate['value']}, limit {gate['limit']}  {why}"
-            )
+            print(f"{gate['stage']}.{gate['name']} = {gate['value']}, limit {gate['limit']}  {why}")
     print(f"verdict  {result['verdict']}")
     print(f"report   {result['report']}")
     print(f"bundle   {result['bundle'] or 'none: a gate failed'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.util
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,8 @@ PACKAGE = Path(__file__).parent
 
 # The machinery moves artifacts and words about; it never changes what a stage computes.
 MACHINERY = frozenset(
-    f"onboard.{name}" for name in ("", "pipeline", "store", "events", "errors", "recipe", "hardware")
+    f"onboard.{name}"
+    for name in ("", "pipeline", "store", "events", "errors", "recipe", "hardware")
 )
 
 
@@ -60,9 +62,9 @@ def _modules(name: str) -> list[str]:
 
 
 def _path(module: str) -> Path:
-    path = PACKAGE.joinpath(*module.split(".")[1:])
-    file = path.with_suffix(".py")
-    return file if file.is_file() else path / "__init__.py"
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin, f"no such module: {module}"
+    return Path(spec.origin)
 
 
 @cache

