@@ -77,11 +77,12 @@ def intervals(
     if not rows:
         return Markup("")
     left, right, top, step = LABELS, WIDTH - NOTES, 14.0 if limit is None else 26.0, 24.0
-    most = max([row.hi for row in rows] + ([limit] if limit else [])) or 1.0
+    most = max([row.hi for row in rows] + ([limit] if limit else []))
+    most = most if most > least else least + 1
     bottom = top + step * len(rows)
 
     def x(value: float) -> float:
-        return left + (value - least) / ((most - least) * 1.05) * (right - left)
+        return left + (max(value, least) - least) / ((most - least) * 1.05) * (right - left)
 
     body = [_line(left, bottom, right, bottom, "axis")]
     for tick in _ticks(most, least):
