@@ -47,7 +47,7 @@ STAGES = (
     Stage(
         "features",
         "onboard.speculators.features:run",
-        (WEIGHTS, "adapt", "quantize", "data/training_prompts.jsonl"),
+        (WEIGHTS, TOKENIZER, "adapt", "quantize", "data/training_prompts.jsonl"),
         packages=TORCH,
         costly=True,
     ),

@@ -1,0 +1,147 @@
+"""Greedy answers of a causal LM, with the hidden states that an EAGLE-3 draft reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from onboard.errors import InputError
+
+FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f")
+
+
+def aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return the three indices into HF `hidden_states` (0 = embedding, i = input of layer i).
+
+    2, n//2, n-3 is the default of EAGLE-3 in every engine. Below seven layers these coincide
+    (engines drop repeated indices), so the last three boundaries stand in: n-2, n-1, n.
+    """
+    if num_layers < 2:
+        raise InputError(f"EAGLE-3 reads three layer boundaries; the target has {num_layers} layer")
+    if num_layers < 7:
+        return num_layers - 2, num_layers - 1, num_layers
+    return 2, num_layers // 2, num_layers - 3
+
+
+def final_norm(model: Any) -> Any:
+    """Return the norm between the last layer and the head of a transformers causal LM."""
+    decoder = model.get_decoder()
+    for name in FINAL_NORMS:
+        if (norm := getattr(decoder, name, None)) is not None:
+            return norm
+    raise InputError(
+        f"{type(decoder).__name__}: no final norm under any of the names {', '.join(FINAL_NORMS)}"
+    )
+
+
+class Capture:
+    """Keep three layer boundaries and the final norm's INPUT of every forward pass inside `with`.
+
+    HF's own `hidden_states[-1]` is the norm's output: it would train the draft on the wrong side.
+    """
+
+    def __init__(self, model: Any) -> None:
+        decoder, norm = model.get_decoder(), final_norm(model)
+        boundaries = [*decoder.layers, norm]
+        self.modules = [*(boundaries[i] for i in aux_layers(len(decoder.layers))), norm]
+        self.states: list[Tensor | None] = [None] * len(self.modules)
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> Capture:
+        for slot, module in enumerate(self.modules):
+            hook = self._keep(slot)
+            self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _keep(self, slot: int) -> Any:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.states[slot] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def take(self) -> Tensor:
+        """Return the last forward's states, bf16 [B, T, 4, H]: three aux boundaries, then last."""
+        states = [state for state in self.states if state is not None]
+        assert len(states) == len(self.modules), "the model ran without passing a hooked module"
+        self.states = [None] * len(self.modules)
+        return torch.stack([state.to(torch.bfloat16) for state in states], dim=2)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One prompt with its answer.
+
+    `ids` i64 [T] are the tokens the target was fed, so the last generated token is not among
+    them; `tokens` are all generated ones. `states` bf16 [T, 4, H] as `Capture.take` gives them.
+    """
+
+    ids: Tensor
+    states: Tensor
+    prompt_length: int
+    tokens: list[int]
+
+
+@torch.inference_mode()
+def answer(
+    model: Any, prompts: Sequence[Sequence[int]], stop: Collection[int], max_new_tokens: int
+) -> list[Answer]:
+    """Return greedy answers of up to `max_new_tokens`, each ending at a token of `stop`.
+
+    The prompts form one left-padded batch; hidden states come from the generating pass itself.
+    """
+    device, width, rows = model.device, max(map(len, prompts)), len(prompts)
+    padding = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+    fed = torch.tensor(
+        [[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device
+    )
+    mask = (torch.arange(width + max_new_tokens, device=device) >= padding[:, None]).long()
+    stops = torch.tensor(sorted(stop), device=device)
+    ended = torch.zeros(rows, dtype=torch.bool, device=device)
+    cache = DynamicCache(config=model.config)
+    fresh, columns, states = fed, [fed], []
+    with Capture(model) as capture:
+        for step in range(max_new_tokens):
+            end = width + step
+            positions = torch.arange(end - fresh.shape[1], end, device=device) - padding[:, None]
+            output = model(
+                input_ids=fresh,
+                attention_mask=mask[:, :end],
+                position_ids=positions.clamp(min=0),
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            states.append(capture.take().cpu())
+            fresh = output.logits[:, -1:].argmax(-1)
+            columns.append(fresh)
+            ended |= torch.isin(fresh[:, 0], stops)
+            if ended.all():
+                break
+    generated, captured = torch.cat(columns[1:], 1).tolist(), torch.cat(states, 1)
+    return [
+        _row(prompt, tokens, row[width - len(prompt) :], stop)
+        for prompt, tokens, row in zip(prompts, generated, captured, strict=True)
+    ]
+
+
+def _row(prompt: Sequence[int], tokens: list[int], states: Tensor, stop: Collection[int]) -> Answer:
+    """Return one answer, without what the batch went on to generate after its stop token."""
+    last = next((i for i, token in enumerate(tokens) if token in stop), len(tokens) - 1)
+    tokens = tokens[: last + 1]
+    ids = torch.tensor([*prompt, *tokens[:-1]])
+    return Answer(ids, states[: len(ids)].clone(), len(prompt), tokens)

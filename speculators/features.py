@@ -1,0 +1,226 @@
+"""Stage `features`: the target answers the training prompts, and its hidden states are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from onboard.checkpoint.models import load_candidate, load_reference
+from onboard.errors import InputError
+from onboard.evals.loops import find_loop
+from onboard.hardware import device_kind
+from onboard.pipeline import Job
+from onboard.recipe import Features
+from onboard.source import root
+from onboard.speculators import head
+from onboard.speculators.capture import Answer, Capture, answer, aux_layers
+from onboard.speculators.shards import Document, Place, places_of, write_shard
+from onboard.store import write_json
+
+AGREEMENT_MIN = 0.9  # of the head's argmax with the tokens generated; bf16 rounding costs < 0.02
+
+
+def run(job: Job[Features]) -> None:
+    """Write shards, `index.json`, `samples.jsonl`, `head.safetensors` and `metrics.json`.
+
+    One batch of prompts makes one shard, kept in scratch, where a restart continues. Raises
+    InputError where no answer is fit for training, or where the head read off the target does not
+    reproduce its answers.
+    """
+    source = root(job.inputs["source"])
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    prompts = sorted(
+        job.inputs["data"].lines("training_prompts.jsonl"), key=lambda p: (len(p["ids"]), p["id"])
+    )
+    size = job.params.batch_size
+    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    model = _target(job, source)
+    stop = stop_tokens(source)
+    target_head = head.of_model(model)
+    records = []
+    for number, batch in enumerate(batches):
+        record = job.scratch / f"shard-{number:05d}.json"
+        if not record.exists():
+            answers = answer(model, [p["ids"] for p in batch], stop, job.params.max_new_tokens)
+            if number == 0:
+                check_head(target_head, answers)
+            _keep(record, batch, answers, tokenizer)
+        records.append(json.loads(record.read_text()))
+        job.progress("answers", number + 1, len(batches), "batches")
+    _publish(job, records)
+    target_head.save(job.out)
+    text = model.config.get_text_config()
+    write_json(
+        job.out / "index.json",
+        {
+            "shards": [r["shard"] for r in records if r["shard"]],
+            "hidden_size": text.hidden_size,
+            "aux_layers": list(aux_layers(text.num_hidden_layers)),
+            "dtype": "bfloat16",
+            "target": job.params.target,
+            "head": asdict(target_head.settings),
+        },
+    )
+    write_json(job.out / "metrics.json", _metrics(job, model, records))
+
+
+def stop_tokens(source: Path) -> frozenset[int]:
+    """Return every end-of-text id that `generation_config.json` and `config.json` name."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        if (source / name).exists():
+            ids = json.loads((source / name).read_text()).get("eos_token_id")
+            found |= set(ids) if isinstance(ids, list) else {ids} - {None}
+    return frozenset(found)
+
+
+def check_head(target: head.Head, answers: Sequence[Answer]) -> None:
+    """Raise InputError unless the stored states reproduce what the target generated.
+
+    The states lie before the final norm: states from its other side, or a head with something
+    more in it than this one knows, fail here.
+    """
+    same, total = 0, 0
+    for given in answers:
+        last = given.states[given.prompt_length - 1 :, -1].to(target.gain.device)
+        same += int((target.logits(last).argmax(-1).cpu() == torch.tensor(given.tokens)).sum())
+        total += len(given.tokens)
+    if same < AGREEMENT_MIN * total:
+        raise InputError(
+            f"features: the head read off the target reproduces {same} of its {total} tokens, "
+            f"expected at least {AGREEMENT_MIN:.0%}: its logits hold more than norm, lm_head, "
+            "scale and softcap"
+        )
+
+
+def batch_invariance_error(model: Any, document: Document) -> float:
+    """Return how far the stored states lie from those of the document alone, without a cache.
+
+    The mean over tokens of |stored - alone| / |alone|, for the worst of the four states.
+    """
+    with torch.inference_mode(), Capture(model) as capture:
+        model(input_ids=document.ids[None].to(model.device), logits_to_keep=1)
+        alone = capture.take()[0].cpu().float()
+    stored = torch.cat((document.aux, document.last[:, None]), 1).float()
+    relative = (stored - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-6)
+    return float(relative.mean(0).max())
+
+
+def _target(job: Job[Features], source: Path) -> Any:
+    """f32 on a CPU, where it is both faster and steadier than bf16; bf16 on a GPU."""
+    dtype = torch.bfloat16 if device_kind() == "cuda" else torch.float32
+    if job.params.target == "source":
+        return load_reference(source, dtype)
+    return load_candidate(job.inputs["quantize"].path / "checkpoint", dtype, activations=True)
+
+
+def _keep(record: Path, prompts: Sequence[Any], answers: Sequence[Answer], tokenizer: Any) -> None:
+    """Write one batch's shard, then the record that says it is complete."""
+    samples, documents, ids = [], [], []
+    for prompt, given in zip(prompts, answers, strict=True):
+        text = tokenizer.decode(given.tokens, skip_special_tokens=True)
+        looped = find_loop(given.tokens, text, lambda token: str(tokenizer.decode([token])))
+        samples.append(
+            {
+                "id": prompt["id"],
+                "domain": prompt["domain"],
+                "prompt_ids": prompt["ids"],
+                "answer_ids": given.tokens,
+                "text": text,
+                "looped": looped,
+            }
+        )
+        if looped is None and len(given.tokens) > 1:
+            documents.append(document_of(given))
+            ids.append(prompt["id"])
+    shard = None
+    if documents:
+        file = record.with_suffix(".safetensors")
+        write_shard(file, documents)
+        shard = {
+            "file": file.name,
+            "sequences": len(documents),
+            "tokens": sum(len(d.ids) for d in documents),
+            "ids": ids,
+        }
+    part = record.with_suffix(".json.part")
+    write_json(
+        part,
+        {
+            "shard": shard,
+            "samples": samples,
+            "trained": sum(int(d.mask.sum()) for d in documents),
+            "zero": sum(zero_rows(d) for d in documents),
+        },
+    )
+    part.replace(record)
+
+
+def document_of(given: Answer) -> Document:
+    """Mark the answer's tokens, by the known length of the prompt rather than by a template."""
+    mask = torch.arange(len(given.ids)) >= given.prompt_length
+    return Document(given.ids, given.states[:, :-1], given.states[:, -1], mask)
+
+
+def zero_rows(document: Document) -> int:
+    """Count tokens with a hidden state that is all zero."""
+    states: Tensor = torch.cat((document.aux, document.last[:, None]), 1)
+    return int((states == 0).all(-1).any(-1).sum())
+
+
+def _publish(job: Job[Features], records: Sequence[dict[str, Any]]) -> None:
+    """Link the shards into the artifact; scratch stays whole until the store has committed it."""
+    for record in records:
+        if record["shard"]:
+            file = record["shard"]["file"]
+            _link(job.scratch / file, job.out / file)
+    with (job.out / "samples.jsonl").open("w") as f:
+        for record in records:
+            f.writelines(json.dumps(sample) + "\n" for sample in record["samples"])
+
+
+def _link(file: Path, to: Path) -> None:
+    try:
+        os.link(file, to)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(file, to)
+
+
+def _metrics(job: Job[Features], model: Any, records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    tokens = sum(r["shard"]["tokens"] for r in records if r["shard"])
+    trained = sum(r["trained"] for r in records)
+    looped = sum(s["looped"] is not None for r in records for s in r["samples"])
+    if trained == 0:
+        raise InputError(
+            f"features: no token to train on: {looped} of "
+            f"{sum(len(r['samples']) for r in records)} answers loop, the others are too short",
+            "look at the target's fidelity, or give it other prompts (data.corpora)",
+        )
+    if looped:
+        job.warn(f"{looped} answers loop and are not trained on")
+    return {
+        "feature_tokens": tokens,
+        "trained_tokens": trained,
+        "trained_token_share": trained / tokens,
+        "zero_features": sum(r["zero"] for r in records),
+        "looped_answers": looped,
+        "batch_invariance_error": max(
+            batch_invariance_error(model, place.read()) for place in _probes(job.out, records)
+        ),
+    }
+
+
+def _probes(out: Path, records: Sequence[dict[str, Any]]) -> list[Place]:
+    """Return the most padded document of the first, middle and last shard."""
+    shards = [r["shard"] for r in records if r["shard"]]
+    chosen = [shards[0], shards[len(shards) // 2], shards[-1]][: len(shards)]
+    return [next(iter(places_of(out / s["file"], s["ids"]))) for s in chosen]
