@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -155,19 +156,24 @@ def read_shard(root: Path, shard: str) -> list[Header]:
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise _damaged(root, shard, f"its header cannot be read ({e})") from e
     found.sort(key=lambda header: (header.begin, header.name))
-    expected = max((header.end for header in found), default=8 + length)
+    expected = 8 + length  # the format allows neither holes nor overlaps
+    for header in found:
+        if header.begin != expected:
+            raise _damaged(root, shard, f"{header.name} leaves a hole or overlaps")
+        expected = header.end
     if expected != size:
         raise _damaged(root, shard, f"its header describes {expected} bytes, the file has {size}")
     return found
 
 
 def _header(shard: str, name: str, row: Mapping[str, Any], data: int) -> Header:
-    begin, end = row["data_offsets"]
-    header = Header(name, row["dtype"], tuple(row["shape"]), shard, data + begin, data + end)
+    begin, end = map(operator.index, row["data_offsets"])
+    shape = tuple(map(operator.index, row["shape"]))
+    header = Header(name, row["dtype"], shape, shard, data + begin, data + end)
     bits = BITS.get(header.dtype)
     if bits is None:
         raise ValueError(f"tensor {name} has the unknown dtype {header.dtype}")
-    if header.bytes * 8 != header.parameters * bits or begin < 0:
+    if header.bytes * 8 != header.parameters * bits or begin < 0 or min(shape, default=0) < 0:
         raise ValueError(f"tensor {name}: {header.bytes} bytes do not hold {header.shape}")
     return header
 
