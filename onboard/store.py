@@ -65,7 +65,8 @@ class Artifact:
 
     def lines(self, name: str) -> list[Any]:
         """Return the rows of a JSONL file."""
-        return [json.loads(line) for line in (self.path / name).read_text().splitlines()]
+        with (self.path / name).open(encoding="utf-8") as f:  # splitlines would split at U+2028
+            return [json.loads(line) for line in f]
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -66,7 +66,7 @@ def _script(name: str, argv: Sequence[str], facts: Mapping[str, Any]) -> str:
         what="Serve the checkpoint" + (" with its speculator" if name == "speculative" else ""),
         engine=facts["engine"],
         version=facts["version"],
-        mode=facts["mode"],
+        mode=" ".join(str(facts["mode"]).split()),  # it came from a log, and stands in a comment
         exports=exports,
         command=_lines(argv),
     )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Mapping
 from typing import Any
+
+from markupsafe import Markup, escape
 
 DASH = "–"
 NAMED = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"}
@@ -83,6 +86,11 @@ def short(digest: Any, length: int = 12) -> str:
 def words(name: Any) -> str:
     """Return an identifier as words: `share_missing` as "share missing"."""
     return str(name).replace("_", " ")
+
+
+def breakable(identifier: Any) -> Markup:
+    """Return an identifier that a narrow column may break after a dot or an underscore."""
+    return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(identifier))))
 
 
 def _shown(char: str) -> str:

@@ -219,10 +219,11 @@ def _quantize(out: Path, rng: random.Random) -> None:
         {
             name: {
                 "role": row["role"],
-                "relative_error": rng.uniform(0.07, 0.11) if row["quantize"] else 0.0,
-                "bytes": math.prod(row["shape"]) * (9 if row["quantize"] else 32) // 16,
+                "relative_error": rng.uniform(0.07, 0.11),
+                "shape": row["shape"],
             }
             for name, row in _tensors().items()
+            if row["quantize"]
         },
     )
     write_json(
@@ -236,7 +237,6 @@ def _quantize(out: Path, rng: random.Random) -> None:
             "share_missing": 0,
             "quantized_share_attention": 1.0,
             "quantized_share_mlp": 1.0,
-            "quantized_share_embed": 0.0,
         },
     )
 
@@ -350,8 +350,8 @@ def _smoke(out: Path, rng: random.Random) -> None:
             "acceptance_length": 1.538, "acceptance_length_lo": 1.462,
             "acceptance_length_hi": 1.617, "acceptance_rate_0": 0.371, "acceptance_rate_1": 0.121,
             "acceptance_rate_2": 0.046, "tokens_per_s": 41.3, "tokens_per_s_speculative": 33.8,
-            "probes_failed": 0, "probes": 6, "looped_share": 0.15, "divergences": 0,
-            "near_tie_share": 0.05, "exempt": 1, "prompts": 20,
+            "probes_failed": 0, "probes": 6, "looped_share": 0.15, "looped_excluded": 1,
+            "divergences": 0, "near_tie_share": 0.05, "exempt": 1, "prompts": 20,
         },
     )  # fmt: skip
     plain = [
@@ -418,7 +418,9 @@ def _smoke(out: Path, rng: random.Random) -> None:
                     "acceptance_length_lo": length - 0.12, "acceptance_length_hi": length + 0.14,
                 }
                 for name, length in zip(DOMAINS, (1.41, 1.72, 1.66, 1.29, 1.6), strict=True)
-            ]
+            ],
+            "positions": [0.371, 0.121, 0.046],
+            "looped": ["prose-003"],
         },
     )  # fmt: skip
     (out / "plain.log").write_text("ready\n")

@@ -31,7 +31,7 @@ class Page(HTMLParser):
         self.attributes: list[tuple[str, str]] = []
         self.words: list[str] = []
         self._open: list[str] = []
-        self.feed(html)
+        self.feed(html.replace("<wbr>", ""))
         assert self._open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -185,6 +185,13 @@ def test_hidden_characters_are_spelt_out(make_run: MakeRun) -> None:
     assert "user⟨202E⟩resu" in source
     assert "a⟨0000⟩b⟨001B⟩[31m" in source
     assert "half ⟨D800⟩" in source
+
+
+def test_text_with_every_kind_of_line_end(make_run: MakeRun) -> None:
+    sample = {"id": "a", "domain": "chat", "prompt": "one\u2028two\x85three", "plain": "x"}
+    rows = (json.dumps(sample, ensure_ascii=False) + "\n").encode()
+    source = html(make_run(files={"smoke": {"samples.jsonl": rows}}))
+    assert "one\u2028two⟨0085⟩three" in source
 
 
 def test_failed_run_names_the_gate_and_what_did_not_run(failed_run: Run) -> None:
