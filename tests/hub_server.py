@@ -18,11 +18,15 @@ LARGE = 1000  # bytes from which a file is kept as LFS, with a sha256
 
 @dataclass
 class Hub:
-    """`files` of the one repository `acme/tiny`; `stall` names a file that stops half way."""
+    """`files` of the one repository `acme/tiny`.
+
+    `stall` names a file that stops half way, `drop` one whose first connection breaks there.
+    """
 
     files: Mapping[str, bytes]
     url: str = ""
     stall: str | None = None
+    drop: str | None = None
     stalled: threading.Event = field(default_factory=threading.Event)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)  # verb, path, range
 
@@ -73,12 +77,15 @@ def serve(files: Mapping[str, bytes]) -> Iterator[Hub]:
             if first:
                 headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
             part = data[first:]
-            if body and name == hub.stall:
+            if body and name in (hub.stall, hub.drop):
                 self.begin(200, len(part), headers)
                 self.wfile.write(part[: len(part) // 2])
                 self.wfile.flush()
-                hub.stalled.set()
-                threading.Event().wait(20)
+                self.close_connection = True
+                if name == hub.stall:
+                    hub.stalled.set()
+                    threading.Event().wait(20)
+                hub.drop = None
                 return None
             return self.send(part, 206 if first else 200, headers, body)
 

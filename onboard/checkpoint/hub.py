@@ -1,7 +1,9 @@
 """A model repository on the Hugging Face Hub, pinned to one commit and read through its cache.
 
 `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE` and `HF_TOKEN` mean what they mean to
-huggingface_hub, which also resumes what an interrupted download left behind.
+huggingface_hub. It goes on inside a file after a dropped connection, and with the files that are
+missing after a killed process (a file cut short by a kill starts again: huggingface_hub 2.4 gives
+every process a partial file of its own).
 """
 
 from __future__ import annotations
