@@ -70,7 +70,6 @@ def _allow_float32() -> None:
 def _register_linear() -> None:
     import torch
     import vllm.model_executor.kernels.linear as kernels
-    from torch import Tensor
     from vllm.platforms import PlatformEnum
 
     from onboard.checkpoint.nvfp4 import dequantize
@@ -95,7 +94,7 @@ def _register_linear() -> None:
         def can_implement(cls, config: kernels.NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
             return True, None
 
-        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        def process_weights_after_loading(self, layer: Any) -> None:
             weight = dequantize(
                 layer.weight.data.view(torch.uint8),
                 layer.weight_scale.data,
@@ -104,7 +103,7 @@ def _register_linear() -> None:
             layer.weight = torch.nn.Parameter(weight.to(self.dtype), requires_grad=False)
 
         def apply_weights(
-            self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
+            self, layer: Any, x: Tensor, bias: Tensor | None = None
         ) -> Tensor:
             x = rounded(x, layer.input_global_scale)
             return torch.nn.functional.linear(x, layer.weight, bias)
@@ -115,7 +114,7 @@ def _register_linear() -> None:
         mode = "cpu-emulation, linear W4A16"
 
         def apply_weights(
-            self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
+            self, layer: Any, x: Tensor, bias: Tensor | None = None
         ) -> Tensor:
             return torch.nn.functional.linear(x, layer.weight, bias)
 
@@ -127,7 +126,6 @@ def _register_linear() -> None:
 def _register_experts() -> None:
     import torch
     import vllm.model_executor.layers.quantization.modelopt as modelopt
-    from torch import Tensor
     from torch.nn.functional import linear, silu
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -158,16 +156,15 @@ def _register_experts() -> None:
             name = str(self.dtype).removeprefix("torch.")
             report_mode(f"cpu-emulation, experts {precision}, {name}")
 
-        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        def process_weights_after_loading(self, layer: Any) -> None:
             for name, scale_2 in (
                 ("w13", layer.w13_weight_scale_2[:, 0]),
                 ("w2", layer.w2_weight_scale_2),
             ):
                 packed = getattr(layer, f"{name}_weight").data
                 scale = getattr(layer, f"{name}_weight_scale").data
-                weight = torch.stack(
-                    [dequantize(*expert).to(self.dtype) for expert in zip(packed, scale, scale_2)]
-                )
+                experts = zip(packed, scale, scale_2, strict=True)
+                weight = torch.stack([dequantize(*expert).to(self.dtype) for expert in experts])
                 setattr(layer, f"{name}_weight", torch.nn.Parameter(weight, requires_grad=False))
             if not self.use_a16:
                 layer.w13_input_scale.data = layer.w13_input_scale.data.max()
@@ -175,7 +172,7 @@ def _register_experts() -> None:
 
         def apply(
             self,
-            layer: torch.nn.Module,
+            layer: Any,
             x: Tensor,
             topk_weights: Tensor,
             topk_ids: Tensor,

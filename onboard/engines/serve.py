@@ -1,0 +1,46 @@
+"""Serve a bundle in the foreground with the commands that its smoke test used."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from onboard.engines import server
+from onboard.engines.environment import find
+from onboard.engines.vllm import fill
+from onboard.errors import InputError
+
+COMMANDS = "serve/commands.json"
+
+
+def serve(bundle: Path, port: int, speculative: bool, extra: list[str]) -> None:
+    """Become the engine that serves `bundle` on 127.0.0.1:`port`; Ctrl-C ends it.
+
+    `extra` are further arguments of the engine. Does not return.
+    """
+    commands = _commands(bundle)
+    kind = "speculative" if speculative else "plain"
+    if not commands.get(kind):
+        raise InputError(
+            f"{bundle / COMMANDS} has no {kind!r} command: this bundle ships no speculator",
+            f"onboard serve {bundle} --plain",
+        )
+    engine = find()
+    values = {"python": str(engine.python), "bundle": str(bundle.resolve()), "port": str(port)}
+    argv = [*fill(commands[kind], **values), *extra]
+    print(f"serving {bundle} at http://{server.HOST}:{port}/v1", file=sys.stderr, flush=True)
+    os.execve(argv[0], argv, server.environment(os.environ, commands.get("environment", {})))
+
+
+def _commands(bundle: Path) -> dict[str, Any]:
+    path = bundle / COMMANDS
+    if not path.is_file():
+        raise InputError(
+            f"{bundle} is no bundle of onboard: it has no {COMMANDS}", "onboard run MODEL"
+        )
+    commands = json.loads(path.read_text())
+    assert isinstance(commands, dict)
+    return commands
