@@ -1,0 +1,94 @@
+"""Last hidden states of evaluation documents, in batches that never change shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onboard.errors import InputError
+from onboard.evals.kl import Head
+
+AGREEMENT = 1e-3  # how far recomputed logits may be from the model's, relative to their range
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents that go through the model together."""
+
+    number: int
+    rows: tuple[dict[str, Any], ...]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [row["ids"] for row in self.rows]
+
+    @property
+    def targets(self) -> Tensor:
+        """The tokens to predict, i64 [T]: every document's from its second token on."""
+        return torch.tensor([token for ids in self.ids for token in ids[1:]])
+
+
+def batches(rows: list[dict[str, Any]], size: int) -> list[Batch]:
+    """Group documents of similar length; the same rows always fall into the same batches."""
+    ordered = sorted(rows, key=lambda row: (len(row["ids"]), row["id"]))
+    starts = range(0, len(ordered), size)
+    return [Batch(n, tuple(ordered[i : i + size])) for n, i in enumerate(starts)]
+
+
+@torch.inference_mode()
+def last_hidden(model: Any, documents: list[list[int]]) -> Tensor:
+    """Return the states that predict each document's second to last token, [T, H] on the CPU.
+
+    States are those after the final norm. Documents are padded on the right, where a causal
+    model does not look.
+    """
+    longest = max(map(len, documents))
+    ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in documents])
+    mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in documents])
+    hidden = model.get_decoder()(
+        input_ids=ids.to(model.device), attention_mask=mask.to(model.device), use_cache=False
+    ).last_hidden_state
+    kept = [states[: len(ids) - 1] for states, ids in zip(hidden, documents, strict=True)]
+    return torch.cat(kept).float().cpu()
+
+
+@torch.inference_mode()
+def check_head(model: Any, head: Head, ids: list[int]) -> None:
+    """Raise InputError where `head` does not give the model's own logits (softcap, scale, ...)."""
+    ids = ids[:16]
+    tokens = torch.tensor([ids], device=model.device)
+    own = model(input_ids=tokens, use_cache=False).logits[0, :-1, : head.vocabulary].float()
+    ours = head.logits(last_hidden(model, [ids]).to(model.device))
+    error = (own - ours).abs().max() / own.abs().max().clamp_min(1e-6)
+    tolerance = AGREEMENT if model.dtype == torch.float32 else 20 * AGREEMENT
+    if not error < tolerance:
+        raise InputError(
+            f"{type(model).__name__}: logits recomputed from the last hidden state differ from the "
+            f"model's by {error:.2g} of their range, expected below {tolerance:g}",
+            "teach Head.of in evals/kl.py what this model applies after its output layer",
+        )
+
+
+@contextmanager
+def bf16_noise(model: nn.Module) -> Iterator[None]:
+    """Round what every weighted module returns to bfloat16: the noise of serving in bf16."""
+
+    def rounded(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        is_float = isinstance(output, Tensor) and output.is_floating_point()
+        return output.to(torch.bfloat16).to(output.dtype) if is_float else output
+
+    hooks = [
+        module.register_forward_hook(rounded)
+        for module in model.modules()
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
