@@ -346,7 +346,7 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         *parents, unknown = first["loc"]
         valid = list(_model_at(parents).model_fields)
-        near = difflib.get_close_matches(str(unknown), valid, 1, 0.5)
+        near = difflib.get_close_matches(str(unknown), valid, 1)
         return f"recipe: unknown key {key}" + (
             f"; did you mean {'.'.join(map(str, [*parents, near[0]]))}?"
             if near
