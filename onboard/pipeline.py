@@ -66,9 +66,13 @@ class Stage:
         """Names of the stages it reads, each once."""
         return tuple(dict.fromkeys(need.partition("/")[0] for need in self.needs))
 
-    def identity(self, params: Section, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
-        """Return what decides the content, besides code: settings, inputs, versions, device."""
-        mark = load(self.fingerprint)(params) if self.fingerprint else None
+    def identity(
+        self, params: Section, inputs: Mapping[str, Artifact], mark: Any
+    ) -> dict[str, Any]:
+        """Return what decides the content, besides code: settings, inputs, versions, device.
+
+        `mark` is what the stage's fingerprint function returned.
+        """
         return {
             "params": params.model_dump(mode="json", exclude={"gates"}),
             "inputs": {need: _digest(need, inputs) for need in self.needs},
@@ -178,6 +182,7 @@ class Pipeline:
         _check_known(overrides, {f"{s}.{g}" for s, g, _ in recipe.bounds()}, "--override")
         _check_known(adoptions, {s.name for s in self.stages}, "--adopt")
         run = Run(run_id, recipe, self.store, command=tuple(command))
+        marks = self._fingerprints(recipe)  # a missing engine is found now, not after hours
         for stage in self.stages:
             missing = [need for need in stage.inputs if need not in run.artifacts]
             failed = [g for g in run.gates if not g.stands]
@@ -185,7 +190,9 @@ class Pipeline:
                 self._skip(run, stage, f"needs {', '.join(missing)}")
                 continue
             may_make = keep_going or not (stage.costly and failed)
-            artifact = self._make_or_find(run, stage, adoptions.get(stage.name), may_make)
+            artifact = self._make_or_find(
+                run, stage, marks[stage.name], adoptions.get(stage.name), may_make
+            )
             if artifact is None:
                 self._skip(run, stage, f"gate {failed[0].stage}.{failed[0].name} failed")
                 continue
@@ -194,12 +201,20 @@ class Pipeline:
                 self._judge(run, stage.name, name, limit, overrides.get(f"{stage.name}.{name}"))
         return run
 
+    def _fingerprints(self, recipe: Recipe) -> dict[str, Any]:
+        return {
+            stage.name: load(stage.fingerprint)(recipe.section(stage.name))
+            if stage.fingerprint
+            else None
+            for stage in self.stages
+        }
+
     def _make_or_find(
-        self, run: Run, stage: Stage, adoption: tuple[str, str] | None, may_make: bool
+        self, run: Run, stage: Stage, mark: Any, adoption: tuple[str, str] | None, may_make: bool
     ) -> Artifact | None:
         params = run.recipe.section(stage.name)
         inputs = {name: run.artifacts[name] for name in stage.inputs}
-        identity = stage.identity(params, inputs)
+        identity = stage.identity(params, inputs, mark)
         key = stage.key(identity)
         found = self.store.find(stage.name, key)
         if found is None and adoption:
