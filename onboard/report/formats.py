@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup, escape
 
 DASH = "–"
+PLAIN_WORD = re.compile(r"[\w./:=@%+,{}-]+")
 NAMED = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"}
 
 
@@ -86,6 +88,11 @@ def short(digest: Any, length: int = 12) -> str:
 def words(name: Any) -> str:
     """Return an identifier as words: `share_missing` as "share missing"."""
     return str(name).replace("_", " ")
+
+
+def command(argv: Sequence[str]) -> str:
+    """Return a command line as one would type it, placeholders like {bundle} left bare."""
+    return " ".join(w if PLAIN_WORD.fullmatch(w) else shlex.quote(w) for w in argv)
 
 
 def breakable(identifier: Any) -> Markup:

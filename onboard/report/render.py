@@ -105,6 +105,7 @@ def _environment(undefined: type[Undefined]) -> Environment:
         formats.pretty,
         formats.short,
         formats.words,
+        formats.command,
         formats.breakable,
     ):
         environment.filters[write.__name__] = write

@@ -107,3 +107,8 @@ def test_sizes_times_and_shares() -> None:
     assert formats.seconds(61) == "1 min 01 s"
     assert formats.seconds(7200) == "2.0 h"
     assert formats.percent(0.7638) == "76.4%"
+
+
+def test_a_command_is_shown_as_one_would_type_it() -> None:
+    argv = ["{python}", "--set", "a.b=0.5", "--override", "x.y=a reason"]
+    assert formats.command(argv) == "{python} --set a.b=0.5 --override 'x.y=a reason'"
