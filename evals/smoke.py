@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,13 +46,15 @@ def run(job: Job[Smoke]) -> None:
     engine = find(job.params.engine, job.params.engine_minimum)
     prompts = usable_prompts(job)
     bundle = lay_out(job)
-    launches = {
-        "plain": launch(job.params, engine, bundle, speculative=False),
-        "speculative": launch(job.params, engine, bundle, speculative=True),
-    }
-    plain = phase(job, "plain", launches, lambda client: measure_plain(job, client, prompts))
+    config = json.loads((bundle / "checkpoint" / "config.json").read_text())
+    environment = vllm.environment(job.params, device_kind(), config)
+
+    def start(speculative: bool) -> server.Launch:
+        return launch(job.params, engine, bundle, environment, speculative)
+
+    plain = phase(job, "plain", start, lambda client: measure_plain(job, client, prompts))
     fast = phase(
-        job, "speculative", launches, lambda client: measure_speculative(job, client, prompts)
+        job, "speculative", start, lambda client: measure_speculative(job, client, prompts)
     )
     samples = [
         sample(prompt, *answers)
@@ -61,7 +62,7 @@ def run(job: Job[Smoke]) -> None:
             prompts, plain["greedy"], plain["sampled"], fast["greedy"], strict=True
         )
     ]
-    _write(job, engine, launches, plain, fast, samples)
+    _write(job, engine, environment, plain, fast, samples)
 
 
 def usable_prompts(job: Job[Smoke]) -> list[Row]:
@@ -93,21 +94,22 @@ def lay_out(job: Job[Smoke]) -> Path:
     return bundle
 
 
-def launch(params: Smoke, engine: Engine, bundle: Path, *, speculative: bool) -> server.Launch:
-    """Return the command that ships, pointed at this directory and this engine."""
+def launch(
+    params: Smoke, engine: Engine, bundle: Path, environment: Mapping[str, str], speculative: bool
+) -> server.Launch:
+    """Return the command that ships, pointed at this directory, this engine and this machine."""
     device = device_kind()
-    config = json.loads((bundle / "checkpoint" / "config.json").read_text())
     argv = vllm.command(params, device, speculative)
     return server.Launch(
         tuple(vllm.fill(argv, python=str(engine.python), bundle=str(bundle.resolve()))),
-        vllm.environment(params, device, config, len(os.sched_getaffinity(0))),
+        {**environment, **vllm.threading(device)},
     )
 
 
 def phase(
     job: Job[Smoke],
     name: str,
-    launches: Mapping[str, server.Launch],
+    start: Callable[[bool], server.Launch],
     measure: Callable[[Client], Row],
 ) -> Row:
     """Start the engine and measure, or return what an earlier, interrupted run had measured."""
@@ -115,10 +117,12 @@ def phase(
     if done.exists():
         job.progress(f"{name}: measured before", 1, 1)
     else:
-        with _started(job, name, launches[name]) as engine:
+        command = start(name == "speculative")
+        with _started(job, name, command) as engine:
             result = measure(Client(engine.url))
             log = engine.log.read_text(errors="replace")
             result |= {"startup_seconds": engine.startup_seconds, "modes": vllm.modes(log)}
+            result["threads"] = command.environment.get("OMP_NUM_THREADS")
         unfinished = done.with_suffix(".tmp")
         write_json(unfinished, result)
         unfinished.rename(done)
@@ -315,7 +319,7 @@ def _by_domain(samples: Sequence[Row]) -> list[Row]:
 def _write(
     job: Job[Smoke],
     engine: Engine,
-    launches: Mapping[str, server.Launch],
+    environment: Mapping[str, str],
     plain: Row,
     fast: Row,
     samples: Sequence[Row],
@@ -336,7 +340,8 @@ def _write(
                 "plain": vllm.command(job.params, device, speculative=False),
                 "speculative": vllm.command(job.params, device, speculative=True),
             },
-            "environment": dict(launches["plain"].environment),
+            "environment": dict(environment),
+            "threads": {"plain": plain["threads"], "speculative": fast["threads"]},
             "startup_seconds": {
                 "plain": plain["startup_seconds"],
                 "speculative": fast["startup_seconds"],
@@ -353,7 +358,7 @@ def _write(
             "looped": [row["id"] for row in samples if row["looped"]],
         },
     )
-    lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) for row in samples]
+    lines = [json.dumps(row, sort_keys=True) for row in samples]
     (job.out / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    for name in launches:
+    for name in ("plain", "speculative"):
         shutil.copyfile(job.scratch / f"{name}.log", job.out / f"{name}.log")

@@ -102,9 +102,7 @@ def _register_linear() -> None:
             )
             layer.weight = torch.nn.Parameter(weight.to(self.dtype), requires_grad=False)
 
-        def apply_weights(
-            self, layer: Any, x: Tensor, bias: Tensor | None = None
-        ) -> Tensor:
+        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             x = rounded(x, layer.input_global_scale)
             return torch.nn.functional.linear(x, layer.weight, bias)
 
@@ -113,9 +111,7 @@ def _register_linear() -> None:
 
         mode = "cpu-emulation, linear W4A16"
 
-        def apply_weights(
-            self, layer: Any, x: Tensor, bias: Tensor | None = None
-        ) -> Tensor:
+        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return torch.nn.functional.linear(x, layer.weight, bias)
 
     kernels.register_linear_kernel(CpuNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")

@@ -10,8 +10,9 @@ from typing import Any
 
 from onboard.engines import server
 from onboard.engines.environment import find
-from onboard.engines.vllm import fill
+from onboard.engines.vllm import fill, threading
 from onboard.errors import InputError
+from onboard.hardware import device_kind
 
 COMMANDS = "serve/commands.json"
 
@@ -26,13 +27,14 @@ def serve(bundle: Path, port: int, speculative: bool, extra: list[str]) -> None:
     if not commands.get(kind):
         raise InputError(
             f"{bundle / COMMANDS} has no {kind!r} command: this bundle ships no speculator",
-            f"onboard serve {bundle} --plain",
+            f"onboard serve {bundle} --no-speculative",
         )
     engine = find()
     values = {"python": str(engine.python), "bundle": str(bundle.resolve()), "port": str(port)}
     argv = [*fill(commands[kind], **values), *extra]
     print(f"serving {bundle} at http://{server.HOST}:{port}/v1", file=sys.stderr, flush=True)
-    os.execve(argv[0], argv, server.environment(os.environ, commands.get("environment", {})))
+    added = {**commands.get("environment", {}), **threading(device_kind())}
+    os.execve(argv[0], argv, server.environment(os.environ, added))
 
 
 def _commands(bundle: Path) -> dict[str, Any]:

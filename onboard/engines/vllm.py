@@ -7,9 +7,12 @@ engine's interpreter, the bundle's directory and the port.
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from onboard.engines.nvfp4_cpu import MODE
@@ -54,19 +57,41 @@ def command(params: Smoke, device: str, speculative: bool) -> list[str]:
     return [*argv, *params.serve_args]
 
 
-def environment(
-    params: Smoke, device: str, config: Mapping[str, Any], threads: int
-) -> dict[str, str]:
-    """Return the variables the command needs; `config` is the checkpoint's `config.json`."""
+def environment(params: Smoke, device: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that ship with the command; `config` is the checkpoint's `config.json`."""
     common = {"VLLM_NO_USAGE_STATS": "1"}
     if device != "cpu":
         return common
     return {
         **common,
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding two engines to one core stalls both
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib(params, config)),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines bound to one core would stall
     }
+
+
+def threading(device: str) -> dict[str, str]:
+    """Return the variables that fit the engine to this machine as it is now.
+
+    A thread that waits for another's core stops the whole engine: with one busy neighbour, two
+    threads on two cores are several times slower than one, and spinning makes it worse.
+    """
+    if device != "cpu":
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, round(idle_cores()))), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def idle_cores(seconds: float = 0.5) -> float:
+    """Return how many of the cores this process may use have nothing to do, over a moment."""
+    cores = len(os.sched_getaffinity(0))
+    before = _processor_times()
+    time.sleep(seconds)
+    spent = [now - then for now, then in zip(_processor_times(), before, strict=True)]
+    return cores * (spent[3] + spent[4]) / max(1, sum(spent[:8]))
+
+
+def _processor_times() -> list[int]:
+    """Return ticks of all processors: user, nice, system, idle, iowait, ... (proc(5))."""
+    return [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
 
 
 def kv_cache_gib(params: Smoke, config: Mapping[str, Any]) -> int:
