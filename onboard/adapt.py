@@ -10,42 +10,18 @@ import fnmatch
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
 
 from onboard import source
 from onboard.architectures import LINEAR, QUANTIZABLE, Role
-from onboard.checkpoint.headers import Header, is_mtp, read_headers
+from onboard.checkpoint.headers import Header, read_headers
 from onboard.errors import InputError
 from onboard.modelconfig import ModelConfig, read_config
 from onboard.pipeline import Job
 from onboard.recipe import Adapt
 from onboard.store import write_json
-
-BLOCK = 16  # inputs that share one NVFP4 block scale
-READABLE = ("BF16", "F16", "F32")  # formats of weights that the quantizer reads
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One tensor of the source, and whether it becomes NVFP4 (else `reason` says why not)."""
-
-    role: Role
-    dtype: str
-    shape: tuple[int, ...]
-    shard: str
-    quantize: bool
-    reason: str | None
-
-    @property
-    def parameters(self) -> int:
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
-
-
-Plan = Mapping[str, Planned]
+from onboard.tensorplan import Plan, expert_container, is_unknown, module_of, plan, split_module
 
 
 def run(job: Job[Adapt]) -> None:
@@ -67,65 +43,6 @@ def run(job: Job[Adapt]) -> None:
     write_json(job.out / "metrics.json", metrics(config, tensors))
 
 
-def plan(config: ModelConfig, headers: Mapping[str, Header], params: Adapt) -> dict[str, Planned]:
-    """Return the decision for every tensor.
-
-    Raises InputError on tensors without a role that no `keep` pattern names, and on weights in a
-    format that the quantizer cannot read.
-    """
-    tensors: dict[str, Planned] = {}
-    for header in headers.values():
-        role = role_of(config, header.name)
-        reason = reason_to_keep(header, role, params)
-        tensors[header.name] = Planned(
-            role, header.dtype, header.shape, header.shard, reason is None, reason
-        )
-    _refuse_unknown(config, tensors, params)
-    for unit in fused_units(config, tensors):
-        _keep_together(tensors, unit)
-    for name, tensor in tensors.items():
-        if tensor.quantize and tensor.dtype not in READABLE:
-            raise InputError(
-                f"{tensor.shard}: {name} is {tensor.dtype}; expected one of {', '.join(READABLE)}",
-                "start from the bf16 checkpoint of this model",
-            )
-    return tensors
-
-
-def role_of(config: ModelConfig, name: str) -> Role:
-    return Role.MTP if is_mtp(name, config.num_layers) else config.rules.role(name)
-
-
-def reason_to_keep(header: Header, role: Role, params: Adapt) -> str | None:
-    """Return why a tensor stays as it is, or None where it becomes NVFP4."""
-    kept = [pattern for pattern in params.keep if fnmatch.fnmatchcase(header.name, pattern)]
-    if kept:
-        return f"kept by the pattern {kept[0]}"
-    if role is Role.UNKNOWN:
-        return "its role is unknown"
-    if role not in params.quantize:
-        return f"role {role} stays in high precision"
-    if len(header.shape) not in (2, 3):
-        return "not a matrix"
-    if header.shape[-1] % BLOCK:
-        return f"input width {header.shape[-1]} is not a multiple of {BLOCK}"
-    return None
-
-
-def fused_units(config: ModelConfig, tensors: Iterable[str]) -> list[list[str]]:
-    """Return tensors that an engine holds as one: siblings, and the experts of a layer."""
-    units: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name in tensors:
-        container = expert_container(name)
-        parent, projection = _split(module_of(name))
-        for siblings in config.rules.siblings:
-            if projection in siblings and not container:
-                units[(parent, *siblings)].append(name)
-        if container:
-            units[(container,)].append(name)
-    return list(units.values())
-
-
 def groups(config: ModelConfig, tensors: Plan) -> list[list[str]]:
     """Return the quantized modules that share scales, siblings in the engine's order.
 
@@ -134,7 +51,7 @@ def groups(config: ModelConfig, tensors: Plan) -> list[list[str]]:
     found: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
     for name, tensor in tensors.items():
         module = module_of(name)
-        parent, projection = _split(module)
+        parent, projection = split_module(module)
         for siblings in config.rules.siblings:
             if tensor.quantize and projection in siblings and len(tensor.shape) == 2:
                 found[(parent, *siblings)][projection] = module
@@ -227,7 +144,7 @@ def metrics(config: ModelConfig, tensors: Plan) -> dict[str, float]:
     totals = linear_parameters(config, tensors)
     quantizable = sum(t.parameters for t in tensors.values() if t.quantize)
     shares = expected_share(tensors, totals)
-    unknown = [name for name, tensor in tensors.items() if _unknown(tensor)]
+    unknown = [name for name, tensor in tensors.items() if is_unknown(tensor)]
     return {
         "unknown_tensors": len(unknown),
         "source_tensors": len(tensors),
@@ -285,52 +202,9 @@ def check_complete(config: ModelConfig, headers: Mapping[str, Header]) -> None:
         )
 
 
-def module_of(name: str) -> str:
-    """Return the module of a tensor: its name without `.weight`."""
-    return name.removesuffix(".weight")
-
-
-def expert_container(name: str) -> str | None:
-    """Return "….experts" for a tensor of a routed expert."""
-    head, found, _ = name.rpartition(".experts.")
-    return f"{head}.experts" if found else None
-
-
-def _split(module: str) -> tuple[str, str]:
-    parent, _, projection = module.rpartition(".")
-    return parent, projection
-
-
 def _mtp_wildcard(name: str) -> str:
     layer = re.match(r"(?:.*\.)?layers\.\d+\.", name)
     is_prefixed = re.match(r"(?:.*\.)?mtp\.", name)
     whole = is_prefixed or layer
     assert whole is not None
     return f"{whole[0]}*"
-
-
-def _keep_together(tensors: dict[str, Planned], unit: list[str]) -> None:
-    """Keep all of `unit` where one of it is kept: an engine gives the fused matrix one format."""
-    kept = next((name for name in unit if not tensors[name].quantize), None)
-    if kept is None:
-        return
-    for name in unit:
-        if tensors[name].quantize:
-            reason = f"fused with {kept}: {tensors[kept].reason}"
-            tensors[name] = replace(tensors[name], quantize=False, reason=reason)
-
-
-def _unknown(tensor: Planned) -> bool:
-    return tensor.role is Role.UNKNOWN and not (tensor.reason or "").startswith("kept by")
-
-
-def _refuse_unknown(config: ModelConfig, tensors: Plan, params: Adapt) -> None:
-    unknown = [name for name, tensor in tensors.items() if _unknown(tensor)]
-    if unknown:
-        first = ", ".join(f"{name} {list(tensors[name].shape)}" for name in unknown[:3])
-        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-        raise InputError(
-            f"{len(unknown)} tensors have no role in the family {config.family}: {first}{more}",
-            f"add them to onboard/architectures/{config.family}.py, or copy them unchanged: "
-            f"--set 'adapt.keep={[*params.keep, unknown[0]]}'",
-        )

@@ -40,7 +40,7 @@ class Section(BaseModel):
         if gates is None:
             return {}
         return {
-            name: Limit(info.json_schema_extra["bound"], getattr(gates, name))  # type: ignore[index,arg-type]
+            name: Limit(info.json_schema_extra["bound"], getattr(gates, name))
             for name, info in type(gates).model_fields.items()
             if getattr(gates, name) is not None
         }

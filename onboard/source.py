@@ -6,7 +6,6 @@ inside an installed Python package, which alone is converted (to bf16) and so wr
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
 import json
 import re
@@ -28,25 +27,14 @@ from onboard.checkpoint.headers import (
     no_weights,
     read_headers,
     read_index,
-    shards,
 )
+from onboard.checkpoint.parts import LICENCES, Part, matches, part_of, parts_of
 from onboard.errors import EnvironmentFault, InputError
 from onboard.pipeline import Job
 from onboard.store import Artifact, file_digest, write_json
 
 Kind = Literal["directory", "hub", "package"]
-Part = Literal["weights", "tokenizer", "other"]
 
-PATTERNS: dict[Part, tuple[str, ...]] = {
-    "weights": ("config.json", INDEX, "*.safetensors"),
-    "tokenizer": (
-        *("tokenizer*", "vocab*", "merges*", "special_tokens_map*", "added_tokens*", "spiece*"),
-        *("*.jinja", "chat_template*", "generation_config.json", "*.tiktoken"),
-        *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-    ),
-    "other": ("LICEN[SC]E*", "NOTICE*", "COPYING*", "README*", "USE_POLICY*"),
-}
-_TEXTS = ("LICEN[SC]E*", "NOTICE*", "COPYING*")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -70,7 +58,7 @@ def run(job: Job[recipe.Source]) -> None:
     kind = kind_of(job.params.model)
     location = {"directory": _directory, "hub": _hub, "package": _package}[kind](job)
     folder = job.out / location.root
-    inspect(folder, job.params)
+    check_config(folder, job.params)
     if named := remote_code(folder):
         job.warn(f"{job.params.model} names remote code ({named}); it is recorded, never run")
     read_headers(folder)
@@ -106,8 +94,8 @@ def fingerprint(params: recipe.Source) -> dict[str, Any]:
         return {"commit": sha, "folder": str(hub.snapshot(params.model, sha))}
     if kind == "directory":
         folder = _existing(params.model)
-        files = [(name, folder / name) for names in _parts(folder).values() for name in names]
-        return {"files": {name: _stat(path) for name, path in sorted(files)}}
+        names = sorted(_flat(parts_of(folder)))
+        return {"files": {name: _stat(contained(folder, name)) for name in names}}
     file, distribution = _packaged(params.model)
     return {"file": _stat(file), "version": metadata.version(distribution)}
 
@@ -126,7 +114,7 @@ def kind_of(model: str) -> Kind:
     )
 
 
-def inspect(folder: Path, params: recipe.Source) -> None:
+def check_config(folder: Path, params: recipe.Source) -> None:
     """Raise InputError on remote code that was not allowed, and on an NVFP4 checkpoint."""
     if (named := remote_code(folder)) and not params.allow_remote_code:
         raise InputError(
@@ -197,7 +185,7 @@ def _hub(job: Job[recipe.Source]) -> Location:
 
     small = {n: s for n, s in sizes.items() if part_of(n) and not n.endswith(".safetensors")}
     folder = hub.download(model, sha, small, progress)
-    inspect(folder, job.params)
+    check_config(folder, job.params)
     hub.download(model, sha, _shard_sizes(model, folder, sizes), progress)
     return Location(str(folder), model, sha, "hub", _licence(folder))
 
@@ -223,12 +211,16 @@ def _package(job: Job[recipe.Source]) -> Location:
 
     gguf.convert(file, folder, progress)
     for entry in metadata.files(distribution) or ():
-        if any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in _TEXTS):
+        if matches(entry.name, LICENCES):
             shutil.copyfile(str(entry.locate()), folder / entry.name)
     about = metadata.metadata(distribution)
-    licence = about.json.get("license_expression") or about.json.get("license")
+    licence = _text(about.json.get("license_expression") or about.json.get("license"))
     version = metadata.version(distribution)
-    return Location("model", job.params.model, version, "package", str(licence))
+    return Location("model", job.params.model, version, "package", licence)
+
+
+def _text(field: str | list[str] | None) -> str | None:
+    return field if isinstance(field, str) else None
 
 
 def _packaged(model: str) -> tuple[Path, str]:
@@ -253,29 +245,9 @@ def _packaged(model: str) -> tuple[Path, str]:
     return folder / name, distributions[0]
 
 
-def part_of(name: str) -> Part | None:
-    """Return which of the three lists a file belongs to, None where it does not travel."""
-    for part, patterns in PATTERNS.items():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-            return part
-    return None
-
-
-def _parts(folder: Path) -> dict[Part, list[str]]:
-    """Return the names of the files that count, by part, sorted."""
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    parts: dict[Part, list[str]] = {part: [] for part in PATTERNS}
-    used = {*shards(folder), "config.json", INDEX}
-    for name in names:
-        part = part_of(name)
-        if part and (part != "weights" or name in used):
-            parts[part].append(name)
-    return parts
-
-
 def _hash(job: Job[recipe.Source], folder: Path) -> dict[Part, list[dict[str, Any]]]:
     """Return name, size and sha256 of every file that counts; a restart keeps finished sums."""
-    parts = _parts(folder)
+    parts = parts_of(folder)
     total = sum(contained(folder, name).stat().st_size for name in _flat(parts))
     kept, done = job.scratch / "digests.json", 0
     sums: dict[str, str] = json.loads(kept.read_text()) if kept.exists() else {}
@@ -285,7 +257,7 @@ def _hash(job: Job[recipe.Source], folder: Path) -> dict[Part, list[dict[str, An
             path = contained(folder, name)
             size, mark = path.stat().st_size, json.dumps([name, *_stat(path)])
             if mark not in sums:
-                sums[mark] = hub.known_digest(folder / name) or file_digest(path)
+                sums[mark] = hub.known_digest(folder, name) or file_digest(path)
                 write_json(kept, sums)
             table[part].append({"name": name, "size": size, "sha256": sums[mark]})
             done += size

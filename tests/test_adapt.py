@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onboard import adapt, source
+from onboard import adapt, source, tensorplan
 from onboard.architectures import QUANTIZABLE, Role, by_model_type, families
 from onboard.checkpoint.headers import Header, read_headers
 from onboard.errors import InputError
@@ -133,7 +133,7 @@ def test_both_layouts_agree_with_what_transformers_saves(
     """The names come from the library, not from us: every one has a role."""
     for twin in (qwen3_moe_twin, llama_twin):
         config = read_config(twin)
-        roles = {adapt.role_of(config, name) for name in read_headers(twin)}
+        roles = {tensorplan.role_of(config, name) for name in read_headers(twin)}
         assert Role.UNKNOWN not in roles
         assert Role.ATTENTION in roles
 
@@ -312,7 +312,7 @@ def test_whatever_the_tensors_a_plan_keeps_its_promises(
     config = ModelConfig("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe", 2, 0, 64, False, None)
     headers = {n: Header(n, "BF16", tuple(s), "m", 0, 0) for n, s in shapes.items()}
     params = Adapt(quantize=tuple(roles), keep=(*keep, "vision.*"))
-    tensors = adapt.plan(config, headers, params)
+    tensors = tensorplan.plan(config, headers, params)
     assert tensors.keys() == headers.keys()
     for name, tensor in tensors.items():
         assert tensor.quantize == (tensor.reason is None)
@@ -320,10 +320,10 @@ def test_whatever_the_tensors_a_plan_keeps_its_promises(
             assert tensor.role in roles
             assert tensor.shape[-1] % 16 == 0
             assert name not in keep
-    for unit in adapt.fused_units(config, tensors):
+    for unit in tensorplan.fused_units(config, tensors):
         assert len({tensors[name].quantize for name in unit}) == 1
     assert all(0 < share <= 1 for share in shares(config, tensors).values())
 
 
-def shares(config: ModelConfig, tensors: adapt.Plan) -> dict[str, float]:
+def shares(config: ModelConfig, tensors: tensorplan.Plan) -> dict[str, float]:
     return adapt.expected_share(tensors, adapt.linear_parameters(config, tensors))

