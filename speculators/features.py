@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from onboard.checkpoint.models import load_candidate, load_reference
 from onboard.errors import InputError
-from onboard.evals.loops import find_loop
+from onboard.evals.loops import WORD_RUN, cycle, find_loop, runs
 from onboard.hardware import device_kind
 from onboard.pipeline import Job
 from onboard.recipe import Features
@@ -139,8 +139,9 @@ def _keep(record: Path, prompts: Sequence[Any], answers: Sequence[Answer], token
                 "looped": looped,
             }
         )
-        if looped is None and len(given.tokens) > 1:
-            documents.append(document_of(given))
+        document = document_of(given, None if looped is None else before_loop(given.tokens))
+        if document.mask.any():
+            documents.append(document)
             ids.append(prompt["id"])
     shard = None
     if documents:
@@ -165,10 +166,36 @@ def _keep(record: Path, prompts: Sequence[Any], answers: Sequence[Answer], token
     part.replace(record)
 
 
-def document_of(given: Answer) -> Document:
-    """Mark the answer's tokens, by the known length of the prompt rather than by a template."""
-    mask = torch.arange(len(given.ids)) >= given.prompt_length
-    return Document(given.ids, given.states[:, :-1], given.states[:, -1], mask)
+def document_of(given: Answer, answer_length: int | None = None) -> Document:
+    """Mark the answer's tokens, by the known length of the prompt rather than by a template.
+
+    `answer_length` cuts the answer short; the last generated token is never fed, hence not kept.
+    """
+    stop = None if answer_length is None else given.prompt_length + answer_length
+    ids, states = given.ids[:stop], given.states[:stop]
+    mask = torch.arange(len(ids)) >= given.prompt_length
+    return Document(ids, states[:, :-1], states[:, -1], mask)
+
+
+def before_loop(tokens: Sequence[int]) -> int:
+    """Return how many tokens of a looping answer are fit for training.
+
+    Those before the repeated token, or up to the end of the first round of a cycle; none where
+    only the text's compression betrays the loop.
+    """
+    position = 0
+    for _, length in runs(tokens):
+        if length >= WORD_RUN:
+            return position
+        position += length
+    if (period := cycle(tokens)) is None:
+        return 0
+    begin = best = current = 0
+    for i, (a, b) in enumerate(zip(tokens, tokens[period:], strict=False)):
+        current = current + 1 if a == b else 0
+        if current > best:
+            best, begin = current, i + 1 - current
+    return begin + period
 
 
 def zero_rows(document: Document) -> int:
@@ -202,11 +229,12 @@ def _metrics(job: Job[Features], model: Any, records: Sequence[dict[str, Any]]) 
     if trained == 0:
         raise InputError(
             f"features: no token to train on: {looped} of "
-            f"{sum(len(r['samples']) for r in records)} answers loop, the others are too short",
+            f"{sum(len(r['samples']) for r in records)} answers loop from their start, "
+            "the others are too short",
             "look at the target's fidelity, or give it other prompts (data.corpora)",
         )
     if looped:
-        job.warn(f"{looped} answers loop and are not trained on")
+        job.warn(f"{looped} answers loop; only what precedes the loop is trained on")
     return {
         "feature_tokens": tokens,
         "trained_tokens": trained,

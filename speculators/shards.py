@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -90,7 +91,7 @@ def places_of(path: Path, ids: Sequence[str]) -> Iterator[Place]:
     """Yield the documents of one shard under their `ids`."""
     with safe_open(path, "pt") as f:
         offsets = f.get_tensor("offsets").tolist()
-    for name, start, stop in zip(ids, offsets, offsets[1:], strict=True):
+    for name, (start, stop) in zip(ids, pairwise(offsets), strict=True):
         yield Place(name, path, start, stop)
 
 

@@ -176,7 +176,7 @@ def train(
         state.log.append(
             {
                 "step": state.step,
-                "loss": round(float(loss.value), 6),
+                "loss": round(float(loss.value.detach()), 6),
                 "accuracy": [round(a, 4) for a in loss.accuracy],
                 "learning_rate": rate,
                 "tokens": seen,

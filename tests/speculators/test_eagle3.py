@@ -1,0 +1,117 @@
+"""The training masks compute what sequential drafting computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from onboard.errors import InputError
+from onboard.speculators.eagle3 import DraftConfig, Eagle3, draft_sequentially
+from onboard.speculators.vocabulary import Vocabulary
+
+from .conftest import TOY_CONFIG, VOCAB, WIDTH, toy_head
+
+STEPS = 4
+
+
+def draft() -> Eagle3:
+    config = DraftConfig.of_target(TOY_CONFIG, 16)
+    vocabulary = Vocabulary(torch.arange(0, VOCAB, 3), VOCAB)
+    return Eagle3.initial(config, toy_head(), vocabulary, seed=3)
+
+
+def sample(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCAB, (batch, length), generator=generator)
+    return ids, torch.randn(batch, length, 3, WIDTH, generator=generator)
+
+
+def test_ttt_equals_a_sequential_draft() -> None:
+    model, (ids, aux) = draft(), sample(1, 14)
+    with torch.no_grad():
+        unrolled = [model.logits(h)[0] for h in model.unroll(ids, aux, STEPS)]
+    for start in range(14 - STEPS):
+        context, forced = ids[0, : start + 1], ids[0, start + 1 : start + STEPS]
+        sequential = draft_sequentially(model, context, aux[0, : start + 1], forced)
+        for step in range(STEPS):
+            difference = (unrolled[step][start] - sequential[step]).abs().max()
+            assert difference < 1e-4, (start, step)
+
+
+def test_a_document_sees_neither_its_neighbours_nor_its_future_nor_padding() -> None:
+    model, (ids, aux) = draft(), sample(2, 12)
+    other_ids, other_aux = ids.clone(), aux.clone()
+    other_ids[1], other_aux[1] = 0, 9.0  # another document
+    other_ids[0, 8:], other_aux[0, 8:] = 0, 9.0  # what comes later, or padding
+    with torch.no_grad():
+        first = list(model.unroll(ids, aux, STEPS))
+        second = list(model.unroll(other_ids, other_aux, STEPS))
+    for step in range(STEPS):
+        known = 8 - step  # starts whose teacher tokens all lie before the change
+        assert torch.equal(first[step][0, :known], second[step][0, :known])
+        assert not torch.allclose(first[step][0, known:], second[step][0, known:])
+
+
+def test_gradient_of_one_document_stays_inside_it() -> None:
+    model, (ids, aux) = draft(), sample(2, 6)
+    aux.requires_grad_(True)
+    sum(h[0].sum() for h in model.unroll(ids, aux, STEPS)).backward()  # type: ignore[union-attr]
+    assert aux.grad is not None
+    assert aux.grad[0].abs().sum() > 0
+    assert aux.grad[1].abs().sum() == 0
+
+
+def test_only_the_draft_itself_trains() -> None:
+    frozen = {n for n, p in draft().named_parameters() if not p.requires_grad}
+    assert frozen == {"embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("change", "heads", "kv_heads", "head_dim"),
+    [
+        ({}, 4, 2, 8),
+        ({"head_dim": None}, 4, 2, 8),  # hidden size over heads
+        ({"num_key_value_heads": None}, 4, 4, 8),
+        ({"kv_lora_rank": 16, "head_dim": 64, "hidden_size": 1024}, 8, 2, 128),
+        ({"kv_lora_rank": 16}, 1, 1, 32),
+        ({"num_attention_heads": None, "hidden_size": 384}, 3, 3, 128),
+    ],
+)
+def test_heads_whatever_attention_the_target_has(
+    change: dict[str, Any], heads: int, kv_heads: int, head_dim: int
+) -> None:
+    config = DraftConfig.of_target({**TOY_CONFIG, **change}, 16)
+    found = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    assert found == (heads, kv_heads, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("change", "theta"),
+    [
+        ({"rope_parameters": None, "rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": {"rope_theta": 8e6}}, 8e6),
+        (
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_theta": 1e4},
+                    "full_attention": {"rope_theta": 1e6},
+                }
+            },
+            1e6,
+        ),
+        ({"rope_parameters": None}, 1e4),
+    ],
+)
+def test_rope_theta_flat_or_nested(change: dict[str, Any], theta: float) -> None:
+    assert DraftConfig.of_target({**TOY_CONFIG, **change}, 16).rope_theta == theta
+
+
+def test_a_multimodal_config_is_read_from_its_text_part() -> None:
+    assert DraftConfig.of_target({"text_config": TOY_CONFIG}, 16).hidden_size == WIDTH
+
+
+def test_a_config_without_a_width_names_the_key() -> None:
+    with pytest.raises(InputError, match="hidden_size"):
+        DraftConfig.of_target({"vocab_size": 8}, 16)
