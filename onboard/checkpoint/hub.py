@@ -9,7 +9,6 @@ every process a partial file of its own).
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,10 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 def endpoint() -> str:
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    """Return the Hub's address: `HF_ENDPOINT`, else the public one."""
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
 
 
 def commit(model: str, revision: str | None) -> str:
