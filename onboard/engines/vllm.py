@@ -58,7 +58,7 @@ def command(params: Smoke, device: str, speculative: bool) -> list[str]:
 
 
 def environment(params: Smoke, device: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that ship with the command; `config` is the checkpoint's `config.json`."""
+    """Return the variables that ship with the command; `config` is `config.json`'s content."""
     common = {"VLLM_NO_USAGE_STATS": "1"}
     if device != "cpu":
         return common

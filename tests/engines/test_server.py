@@ -56,9 +56,8 @@ def test_the_tree_ends_with_an_exception(tmp_path: Path) -> None:
         pytest.raises(KeyboardInterrupt),
         running(launch(tmp_path), tmp_path / "log", timeout=60),
     ):
-        tree = pids(tmp_path)
         raise KeyboardInterrupt
-    assert not [pid for pid in tree if alive(pid)]
+    assert not [pid for pid in pids(tmp_path) if alive(pid)]
 
 
 def test_the_tree_ends_when_the_caller_is_killed(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_difference_of_counters() -> None:
 def test_labels_and_values() -> None:
     samples = parse_metrics(METRICS)
     assert ("process_open_fds", {}, 31.0) in samples
-    name, labels, value = next(s for s in samples if s[0].endswith("_bucket"))
+    _, labels, value = next(s for s in samples if s[0].endswith("_bucket"))
     assert (labels["le"], labels["model_name"], value) == ("+Inf", 'a \\"b\\"', 3.0)
 
 
