@@ -42,7 +42,7 @@ def replay(
     rounds, accepted = 0, [0] * steps
     for place in places:
         document = place.read()
-        for count in walk(hits(draft, vocabulary, document, steps), int(document.mask[1:].sum())):
+        for count in walk(hits(draft, vocabulary, document, steps)):
             rounds += 1
             for position in range(count):
                 accepted[position] += 1
@@ -50,20 +50,25 @@ def replay(
 
 
 def hits(draft: Eagle3, vocabulary: Vocabulary, document: Document, steps: int) -> Tensor:
-    """Return whether step k from start t proposes the text's x_{t+2+k}, bool [T-1, steps]."""
+    """Return whether step k from the i-th answer token proposes the text's (i+1+k)-th.
+
+    bool [answer length, steps]; what lies past the end of the text is no hit.
+    """
     batch = Batch.of([document], device_kind())
-    found = torch.zeros(batch.ids.shape[1], steps, dtype=torch.bool)
-    for step, hidden in enumerate(draft.unroll(batch.ids, batch.aux, steps)):
+    starts, _ = batch.starts()
+    answer = batch.ids[batch.mask]
+    found = torch.zeros(len(answer), steps, dtype=torch.bool)
+    for step, hidden in enumerate(draft.unroll(batch.ids, batch.aux, steps, starts)):
         proposed = vocabulary.to_target(draft.logits(hidden[0]).argmax(-1))
-        text = batch.ids[0, 1 + step :]
+        text = answer[1 + step :]
         found[: len(text), step] = (proposed[: len(text)] == text).cpu()
     return found
 
 
-def walk(found: Tensor, answer_length: int) -> list[int]:
-    """Return the accepted tokens of each round over the last `answer_length` starts."""
+def walk(found: Tensor) -> list[int]:
+    """Return the accepted tokens of each round over an answer's `hits`."""
     runs = found.long().cumprod(-1).sum(-1).tolist()
-    counts, start = [], len(runs) - answer_length
+    counts, start = [], 0
     while start < len(runs) - 1:  # the last start has no text left to propose
         counts.append(runs[start])
         start += runs[start] + 1

@@ -130,15 +130,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(wide, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, c.hidden_size, bias=False)
 
-    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, 2H] -> rotated q, k and v, each [B, heads, T, d]; q is scaled by d^-1/2."""
+    def query(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [B, T, 2H] -> rotated q [B, heads, T, d], scaled by d^-1/2."""
         q = self._split(self.q_proj(x), self.heads)
+        return rotate(q, positions, self.theta) * self.head_dim**-0.5
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, T, 2H] -> rotated k and v, repeated to every query head: [B, heads, T, d]."""
         k = self._split(self.k_proj(x), self.kv_heads)
         v = self._split(self.v_proj(x), self.kv_heads)
         groups = self.heads // self.kv_heads
-        q = rotate(q, positions, self.theta) * self.head_dim**-0.5
         k = rotate(k, positions, self.theta).repeat_interleave(groups, 1)
-        return q, k, v.repeat_interleave(groups, 1)
+        return k, v.repeat_interleave(groups, 1)
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.view(*x.shape[:-1], heads, self.head_dim).transpose(1, 2)
@@ -167,11 +170,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c)
 
-    def project(
-        self, embedded: Tensor, hidden: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), -1)
-        return self.self_attn.project(x, positions)
+    def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Return what attention reads: [B, T, H] twice -> [B, T, 2H]."""
+        return torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), -1)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [B, T, H], attended [B, heads, T, d] -> the layer's output [B, T, H]."""
@@ -227,39 +228,52 @@ class Eagle3(nn.Module):
         out: Tensor = self.lm_head(self.norm(hidden))
         return out
 
-    def unroll(self, ids: Tensor, aux: Tensor, steps: int) -> Iterator[Tensor]:
-        """Yield the layer's output [B, T, H] of each TTT step over right-padded documents.
+    def unroll(
+        self, ids: Tensor, aux: Tensor, steps: int, starts: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """Yield the layer's output [B, Q, H] of each TTT step, over right-padded documents.
 
-        `ids` i64 [B, T] hold x_{t+1} and `aux` [B, T, 3, H] g_t of one document per row; step k
-        reads the teacher's x_{t+1+k} with the output of step k-1. Query t sees the step-0 keys
-        s <= t, and of every later step only the key at its own t: exactly what a draft that
-        started at t has in its cache. Outputs whose teacher lies past the end are meaningless.
+        `ids` i64 [B, T] hold x_{t+1} and `aux` [B, T, 3, H] g_t of one document per row; `starts`
+        i64 [B, Q] are the t to draft from (all by default). Step k reads the teacher's x_{t+1+k}
+        with the output of step k-1. Start t sees the step-0 keys s <= t, and of every later step
+        only the key at its own t: exactly what a draft that started at t has in its cache.
+        Outputs whose teacher lies past the end are meaningless.
         """
         batch, length = ids.shape
-        positions = torch.arange(1, length + 1, device=ids.device).expand(batch, length)
-        future = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
-        hidden: Tensor = self.fc(aux.flatten(2))
-        first: tuple[Tensor, Tensor] | None = None
+        places = torch.arange(length, device=ids.device).expand(batch, length)
+        if starts is None:
+            starts = places
+        future = places[:, None, None] > starts[:, None, :, None]  # [B, 1, Q, T]
+        attention = self.layer.self_attn
+        fused: Tensor = self.fc(aux.flatten(2))
+        joined = self.layer.join(self.embed_tokens(ids), fused)
+        first = attention.keys_values(joined, places + 1)
+        hidden, x = _rows(fused, starts), _rows(joined, starts)
         own: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
-            embedded = self.embed_tokens(F.pad(ids[:, step:], (0, min(step, length))))
-            q, k, v = self.layer.project(embedded, hidden, positions + step)
-            if first is None:
-                first = k, v
-            else:
-                own.append((k, v))
+            positions = starts + 1 + step
+            if step:
+                teacher = ids.gather(1, (starts + step).clamp(max=length - 1))
+                x = self.layer.join(self.embed_tokens(teacher), hidden)
+                own.append(attention.keys_values(x, positions))
+            q = attention.query(x, positions)
             hidden = self.layer.finish(hidden, _attend(q, first, own, future))
             yield hidden
+
+
+def _rows(x: Tensor, at: Tensor) -> Tensor:
+    """x [B, T, H], at [B, Q] -> [B, Q, H]."""
+    return x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def _attend(
     q: Tensor, first: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]], future: Tensor
 ) -> Tensor:
-    """Attend to the step-0 keys up to each query, and to its own key of every later step."""
+    """Attend to the step-0 keys up to each start, and to its own key of every later step."""
     past = (q @ first[0].transpose(-1, -2)).masked_fill(future, float("-inf"))
     diagonal = [(q * k).sum(-1, keepdim=True) for k, _ in own]
     weights = torch.cat([past, *diagonal], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
-    length = future.shape[0]
+    length = future.shape[-1]
     out: Tensor = weights[..., :length] @ first[1]
     for i, (_, v) in enumerate(own):
         out = out + weights[..., length + i, None] * v
@@ -274,15 +288,19 @@ def draft_sequentially(draft: Eagle3, ids: Tensor, aux: Tensor, forced: Tensor) 
     `ids` i64 [T] hold x_1 .. x_T, `aux` [T, 3, H] g_0 .. g_{T-1}, and `forced` i64 [k] the target
     tokens that the later steps read.
     """
+    attention = draft.layer.self_attn
     positions = torch.arange(1, len(ids) + 1, device=ids.device)[None]
     hidden = draft.fc(aux.flatten(1))[None]
-    q, keys, values = draft.layer.project(draft.embed_tokens(ids)[None], hidden, positions)
+    x = draft.layer.join(draft.embed_tokens(ids)[None], hidden)
+    keys, values = attention.keys_values(x, positions)
+    q = attention.query(x, positions)
     attended = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=1.0)
     hidden = draft.layer.finish(hidden, attended)[:, -1:]
     logits = [draft.logits(hidden)[0, 0]]
     for i, token in enumerate(forced):
-        embedded = draft.embed_tokens(token[None, None])
-        q, k, v = draft.layer.project(embedded, hidden, positions[:, -1:] + 1 + i)
+        x = draft.layer.join(draft.embed_tokens(token[None, None]), hidden)
+        k, v = attention.keys_values(x, positions[:, -1:] + 1 + i)
+        q = attention.query(x, positions[:, -1:] + 1 + i)
         keys, values = torch.cat((keys, k), 2), torch.cat((values, v), 2)
         attended = F.scaled_dot_product_attention(q, keys, values, scale=1.0)
         hidden = draft.layer.finish(hidden, attended)

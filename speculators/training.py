@@ -53,6 +53,12 @@ class Batch:
             pad([d.mask[1:] for d in documents]),
         )
 
+    def starts(self) -> tuple[Tensor, Tensor]:
+        """Return the masked positions of each row, i64 [B, Q], and which are no filling, bool."""
+        widest = int(self.mask.sum(1).max())
+        starts = self.mask.long().argsort(dim=1, descending=True, stable=True)[:, :widest]
+        return starts, self.mask.gather(1, starts)
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -77,13 +83,15 @@ def ttt_loss(
     with torch.no_grad():
         targets = head.logits(batch.last[batch.mask], vocabulary.kept).log_softmax(-1)
         row = batch.mask.flatten().cumsum(0).view_as(batch.mask) - 1  # [B, T] into targets
+    starts, valid = batch.starts()
     total, accuracy = targets.new_zeros(()), []
-    for step, hidden in enumerate(draft.unroll(batch.ids, batch.aux, min(steps, length))):
-        starts = batch.mask[:, : length - step] & batch.mask[:, step:]
-        if not starts.any():
+    for step, hidden in enumerate(draft.unroll(batch.ids, batch.aux, steps, starts)):
+        judged = (starts + step).clamp(max=length - 1)
+        known = valid & (starts + step < length) & batch.mask.gather(1, judged)
+        if not known.any():
             break
-        logits = draft.logits(hidden[:, : length - step][starts]).float().log_softmax(-1)
-        target = targets[row[:, step:][starts]]
+        logits = draft.logits(hidden[known]).float().log_softmax(-1)
+        target = targets[row.gather(1, judged)[known]]
         kl = (target.exp() * (target - logits)).sum(-1)
         total = total + decay**step * kl.mean()
         accuracy.append(float((logits.argmax(-1) == target.argmax(-1)).float().mean()))

@@ -40,6 +40,19 @@ def test_ttt_equals_a_sequential_draft() -> None:
             assert difference < 1e-4, (start, step)
 
 
+def test_chosen_starts_give_what_all_starts_give() -> None:
+    model, (ids, aux) = draft(), sample(2, 11)
+    starts = torch.tensor([[3, 4, 9], [0, 7, 2]])
+    with torch.no_grad():
+        every = list(model.unroll(ids, aux, 3))
+        chosen = list(model.unroll(ids, aux, 3, starts))
+    for all_starts, some in zip(every, chosen, strict=True):
+        for row in range(2):
+            known = starts[row] < 9  # later ones have no teacher left
+            expected = all_starts[row, starts[row]]
+            assert torch.allclose(some[row][known], expected[known], atol=1e-5)
+
+
 def test_a_document_sees_neither_its_neighbours_nor_its_future_nor_padding() -> None:
     model, (ids, aux) = draft(), sample(2, 12)
     other_ids, other_aux = ids.clone(), aux.clone()

@@ -127,7 +127,7 @@ def test_loss_by_hand() -> None:
                     state = head.normalize(d.last[start + 1 + step])
                     target = (head.output[kept.kept].float() @ state).softmax(-1)
                     guess = (head.output[kept.kept].float() @ draft.norm(hidden[start])).softmax(-1)
-                    terms.append(float((target * (target / guess).log()).sum()))
+                    terms.append(float((target * (target / guess).log()).sum().detach()))
         expected += 0.5**step * sum(terms) / len(terms)
     loss = ttt_loss(draft, head, kept, Batch.of(documents, "cpu"), 3, 0.5)
     assert float(loss.value) == pytest.approx(expected, rel=1e-4)
@@ -159,28 +159,26 @@ def test_learning_rate_warms_up_and_falls_to_a_twentieth() -> None:
 
 
 def test_walk_by_hand() -> None:
-    """Prompt of two starts; accept 1 then miss, accept 0, accept all three."""
+    """Accept one then miss, accept none, accept all three."""
     found = torch.tensor(
         [
+            [1, 0, 1],  # one accepted: next start is 2
             [1, 1, 1],
-            [1, 1, 1],  # prompt
-            [1, 0, 1],  # one accepted: next start is 4
-            [1, 1, 1],
-            [0, 1, 1],  # none: next is 5
-            [1, 1, 1],  # three: next is 9, past the end
+            [0, 1, 1],  # none: next is 3
+            [1, 1, 1],  # three: next is 7, past the end
             [1, 1, 0],
             [1, 0, 0],
             [0, 0, 0],
         ]
     ).bool()
-    assert walk(found, answer_length=7) == [1, 0, 3]
+    assert walk(found) == [1, 0, 3]
 
 
 def test_hits_beyond_the_text_count_as_misses() -> None:
-    found = hits(fresh(), VOCABULARY, toy_document(1, 10), 3)
-    assert found.shape == (9, 3)
-    assert not found[8].any()
-    assert not found[7, 1:].any()
+    found = hits(fresh(), VOCABULARY, toy_document(1, 10, prompt=4), 3)
+    assert found.shape == (6, 3)
+    assert not found[5].any()
+    assert not found[4, 1:].any()
 
 
 def test_split_depends_on_ids_alone(toy_places: list[Place]) -> None:
