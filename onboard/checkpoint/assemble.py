@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
+from onboard.checkpoint.clone import clone
 from onboard.source import root
 from onboard.store import Artifact
 
@@ -12,8 +12,7 @@ from onboard.store import Artifact
 def assemble(quantize: Artifact, source: Artifact, destination: Path) -> None:
     """Fill `destination` with a checkpoint that an engine serves.
 
-    Files are copied (by reflink or kernel copy where the filesystem can), never hardlinked: a
-    change to one must not reach the store.
+    Files are reflinked or copied, never hardlinked: a change to one must not reach the store.
     """
     destination.mkdir(parents=True, exist_ok=True)
     origin = root(source)
@@ -22,4 +21,4 @@ def assemble(quantize: Artifact, source: Artifact, destination: Path) -> None:
     files += [p for p in sorted((quantize.path / "checkpoint").iterdir()) if p.is_file()]
     for file in files:
         if file.suffix != ".md":  # the source's model card is not ours
-            shutil.copyfile(file, destination / file.name)
+            clone(file, destination / file.name)

@@ -141,4 +141,4 @@ def _metrics(params: Data, renderer: Renderer, dealt: Dealt) -> dict[str, float]
 
 def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     with path.open("w", encoding="utf-8") as f:
-        f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        f.writelines(json.dumps(row) + "\n" for row in rows)
