@@ -198,7 +198,7 @@ def _writing_tasks() -> Iterator[str]:
 
 
 def _is_chinese(text: str) -> bool:
-    return len(re.findall(r"[\u3400-\u9fff]", text)) > 0.05 * len(text)
+    return re.search(r"[\u3400-\u9fff]", text[:200]) is not None
 
 
 def ifbench() -> Iterator[Content]:

@@ -14,6 +14,7 @@ from onboard.errors import InputError
 
 # Templates that print today's date would make every day's artifact another one.
 TODAY = date(2025, 1, 1)
+TEMPLATE_FAULTS = (TemplateError, TypeError)  # its own complaint, or a message it cannot handle
 CHARACTERS_PER_TOKEN = 16  # more than real text has: tokenizing stops there
 EXCERPT = 400  # characters of a plain text that a prompt made from it shows
 
@@ -47,11 +48,11 @@ class Renderer:
         user: Message = {"role": "user", "content": "Hello"}
         try:
             renderer._template([user], generate=True)
-        except TemplateError as e:
+        except TEMPLATE_FAULTS as e:
             raise InputError(f"{root}: the chat template renders no user message: {e}") from e
         try:
             renderer._template([{"role": "system", "content": "Be brief."}, user], generate=True)
-        except TemplateError:
+        except TEMPLATE_FAULTS:
             return cls(tokenizer, True, False)
         return renderer
 
@@ -84,7 +85,7 @@ class Renderer:
             messages = fold_system(messages)
         try:
             text = self._template(messages, generate=generate)
-        except TemplateError as e:
+        except TEMPLATE_FAULTS as e:
             roles = ", ".join(message["role"] for message in messages)
             raise InputError(
                 f"the chat template cannot render a conversation of {roles}: {e}",
@@ -98,7 +99,7 @@ class Renderer:
                 messages,
                 tokenize=False,
                 add_generation_prompt=generate,
-                strftime_now=TODAY.strftime,
+                strftime_now=_strftime_now,
             )
         )
 
@@ -106,6 +107,10 @@ class Renderer:
         text = text[: limit * CHARACTERS_PER_TOKEN]
         ids = self.tokenizer(text, add_special_tokens=special, verbose=False).input_ids
         return list(ids[:limit])
+
+
+def _strftime_now(template: str) -> str:
+    return TODAY.strftime(template)
 
 
 def prompt_messages(document: Document) -> list[Message]:
