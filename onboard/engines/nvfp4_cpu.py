@@ -31,6 +31,7 @@ def report_mode(mode: str) -> None:
     LOGGER.info("%s%s", MODE, mode)
 
 
+@cache
 def register() -> None:
     """Offer NVFP4 linear and expert layers to vLLM, where its platform is the CPU."""
     from vllm.platforms import current_platform
@@ -130,7 +131,8 @@ def _register_experts() -> None:
 
     rounded = _rounding()
 
-    class CpuNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):  # type: ignore[misc]
+    # vLLM's weight loader looks for ModelOpt in the name of the class.
+    class ModelOptNvFp4CpuFusedMoE(modelopt.ModelOptNvFp4FusedMoE):  # type: ignore[misc]
         """Experts in W4A4 (or W4A16): the checkpoint's parameters, one plain loop over experts.
 
         As in vLLM's backends, gate and up share gate's weight_scale_2, and the layer's largest
@@ -179,7 +181,7 @@ def _register_experts() -> None:
             assert layer.expert_map is None, "expert parallelism needs more than one CPU rank"
             on_input = layer.apply_router_weight_on_input
             out = torch.zeros_like(x)
-            for expert in topk_ids.unique().tolist():
+            for expert in torch.unique(topk_ids).tolist():
                 tokens, slot = (topk_ids == expert).nonzero(as_tuple=True)
                 share = topk_weights[tokens, slot, None].to(x.dtype)
                 h = x[tokens] * share if on_input else x[tokens]
@@ -193,5 +195,6 @@ def _register_experts() -> None:
         def _rounded(self, x: Tensor, input_scale: Tensor) -> Tensor:
             return x if self.use_a16 else rounded(x, input_scale)
 
-    modelopt.ModelOptNvFp4FusedMoE = CpuNvFp4FusedMoE  # the mixed-precision config looks here
-    modelopt.ModelOptNvFp4Config.FusedMoEMethodCls = CpuNvFp4FusedMoE
+    # The NVFP4 config takes the first, the mixed-precision config the second.
+    modelopt.ModelOptNvFp4Config.FusedMoEMethodCls = ModelOptNvFp4CpuFusedMoE
+    modelopt.ModelOptNvFp4FusedMoE = ModelOptNvFp4CpuFusedMoE
