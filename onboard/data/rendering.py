@@ -12,8 +12,15 @@ from jinja2 import TemplateError
 from onboard.data.documents import Content, Document, Message, plain
 from onboard.errors import InputError
 
-# Templates that print today's date would make every day's artifact another one.
-TODAY = date(2025, 1, 1)
+# Templates that print today's date would make every day's artifact another one: this macro takes
+# the place of the function they call.
+DAY = date(2025, 1, 1)
+FORMATS = "YmdBbAaHMSpy"
+FIXED_DATE = (
+    "{%- macro strftime_now(format) -%}{{ format"
+    + "".join(f"|replace('%{f}', '{DAY.strftime('%' + f)}')" for f in FORMATS)
+    + " }}{%- endmacro %}"
+)
 TEMPLATE_FAULTS = (TemplateError, TypeError)  # its own complaint, or a message it cannot handle
 CHARACTERS_PER_TOKEN = 16  # more than real text has: tokenizing stops there
 EXCERPT = 400  # characters of a plain text that a prompt made from it shows
@@ -94,12 +101,13 @@ class Renderer:
         return self._encode(text, limit, special=False)
 
     def _template(self, messages: list[Message], *, generate: bool) -> str:
+        template = self.tokenizer.get_chat_template()
         return str(
             self.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
                 add_generation_prompt=generate,
-                strftime_now=_strftime_now,
+                chat_template=FIXED_DATE * ("strftime_now" in template) + template,
             )
         )
 
@@ -107,10 +115,6 @@ class Renderer:
         text = text[: limit * CHARACTERS_PER_TOKEN]
         ids = self.tokenizer(text, add_special_tokens=special, verbose=False).input_ids
         return list(ids[:limit])
-
-
-def _strftime_now(template: str) -> str:
-    return TODAY.strftime(template)
 
 
 def prompt_messages(document: Document) -> list[Message]:
