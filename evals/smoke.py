@@ -35,6 +35,10 @@ Row = dict[str, Any]
 
 CANDIDATES = 5  # log-probabilities kept at each position
 TEMPERATURE = 0.7
+CPU_HINT = (
+    "read the whole log; vLLM's CPU platform does not run every architecture (not sparse "
+    "attention, not sigmoid routers): such a model needs a GPU and may be in order"
+)
 
 
 def run(job: Job[Smoke]) -> None:
@@ -121,7 +125,10 @@ def phase(
         with _started(job, name, command) as engine:
             result = measure(Client(engine.url))
             log = engine.log.read_text(errors="replace")
-            result |= {"startup_seconds": engine.startup_seconds, "modes": vllm.modes(log)}
+            result |= {
+                "startup_seconds": round(engine.startup_seconds, 2),
+                "modes": vllm.modes(log),
+            }
             result["threads"] = command.environment.get("OMP_NUM_THREADS")
         unfinished = done.with_suffix(".tmp")
         write_json(unfinished, result)
@@ -139,7 +146,8 @@ def _started(
     def waiting(seconds: float) -> None:
         job.progress(f"{name}: starting the engine", round(seconds), limit, "s")
 
-    return server.running(command, job.scratch / f"{name}.log", limit, waiting)
+    hint = CPU_HINT if device_kind() == "cpu" else None
+    return server.running(command, job.scratch / f"{name}.log", limit, waiting, hint)
 
 
 def measure_plain(job: Job[Smoke], client: Client, prompts: Sequence[Row]) -> Row:
@@ -334,7 +342,7 @@ def _write(
         {
             "engine": engine.name,
             "version": engine.version,
-            "mode": "; ".join(plain["modes"]) or vllm.NATIVE,
+            "mode": "; ".join(plain["modes"]) or vllm.UNQUANTIZED,
             "dtype": dtype,
             "commands": {
                 "plain": vllm.command(job.params, device, speculative=False),

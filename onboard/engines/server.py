@@ -57,13 +57,16 @@ def running(
     log: Path,
     timeout: float,
     waiting: Callable[[float], None] = lambda seconds: None,
+    hint: str | None = None,
 ) -> Iterator[Server]:
     """Start the engine, yield it once it is healthy, end it and all its children in the end.
 
     It listens on 127.0.0.1 only, sees no secret of this process's environment, and writes to
     `log`. It ends with this process, however that dies (see `guard`). `waiting` is told the
-    seconds waited so far. Raises EnvironmentFault with the log's telling lines where the engine
-    dies or is not healthy after `timeout` seconds.
+    seconds waited so far, `hint` is what an error advises.
+
+    Raises EnvironmentFault with the log's telling lines where the engine dies or is not healthy
+    after `timeout` seconds.
     """
     port = free_port()
     argv = [part.replace("{port}", str(port)) for part in launch.argv]
@@ -82,9 +85,9 @@ def running(
         while not answers(url + launch.health):
             seconds = time.monotonic() - began
             if process.poll() is not None:
-                raise _fault(f"the engine ended with code {process.returncode}", log)
+                raise _fault(f"the engine ended with code {process.returncode}", log, hint)
             if seconds > timeout:
-                raise _fault(f"the engine was not ready after {timeout:.0f} s", log)
+                raise _fault(f"the engine was not ready after {timeout:.0f} s", log, hint)
             waiting(seconds)
             time.sleep(0.25)
         yield Server(url, log, time.monotonic() - began)
@@ -130,6 +133,6 @@ def telling_lines(log: Path) -> list[str]:
     return [*causes, *lines[-LAST_LINES:]]
 
 
-def _fault(what: str, log: Path) -> EnvironmentFault:
+def _fault(what: str, log: Path, hint: str | None) -> EnvironmentFault:
     lines = "\n  ".join(telling_lines(log))
-    return EnvironmentFault(f"{what}; its log {log} says:\n  {lines}", f"less {log}")
+    return EnvironmentFault(f"{what}; its log {log} says:\n  {lines}", hint or f"less {log}")

@@ -22,7 +22,7 @@ from onboard.recipe import Smoke
 MODEL = "model"  # the name it is served under
 CHECKPOINT = "{bundle}/checkpoint"
 SPECULATOR = "{bundle}/speculator/vllm"
-NATIVE = "native"
+UNQUANTIZED = "no NVFP4 layer"
 
 _KV_BYTES_PER_VALUE = 4  # float32, the CPU's dtype below
 _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(\{(?P<labels>.*)\})? (?P<value>\S+)")
@@ -116,9 +116,11 @@ def fill(argv: Sequence[str], **values: str) -> list[str]:
 
 
 def modes(log: str) -> list[str]:
-    """Return how NVFP4 layers ran, as the plugin wrote into the log; none means vLLM's own way."""
-    found = re.findall(rf"{re.escape(MODE)}(.*)", log)
-    return list(dict.fromkeys(line.strip() for line in found))
+    """Return how NVFP4 layers ran, by the engine's log: the CPU plugin, or vLLM's kernels."""
+    emulated = re.findall(rf"{re.escape(MODE)}(.*)", log)
+    kernels = re.findall(r"Using (\w+) for NVFP4 GEMM|Using '(\w+)' NvFp4 MoE backend", log)
+    native = [f"native, {linear or f'experts {experts}'}" for linear, experts in kernels]
+    return list(dict.fromkeys(line.strip() for line in emulated or native))
 
 
 @dataclass(frozen=True)

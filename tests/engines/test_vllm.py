@@ -109,6 +109,8 @@ def test_modes_come_from_the_log() -> None:
         "cpu-emulation, experts W4A4, float32",
     ]
     assert vllm.modes("INFO all is well") == []
+    native = "Using MarlinNvFp4LinearKernel for NVFP4 GEMM\nUsing 'MARLIN' NvFp4 MoE backend out of"
+    assert vllm.modes(native) == ["native, MarlinNvFp4LinearKernel", "native, experts MARLIN"]
 
 
 def test_at_least_one_thread_and_no_more_than_there_are_cores() -> None:
