@@ -133,7 +133,7 @@ class Attention(nn.Module):
     def query(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [B, T, 2H] -> rotated q [B, heads, T, d], scaled by d^-1/2."""
         q = self._split(self.q_proj(x), self.heads)
-        return rotate(q, positions, self.theta) * self.head_dim**-0.5
+        return rotate(q, positions, self.theta) * float(self.head_dim**-0.5)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, T, 2H] -> rotated k and v, repeated to every query head: [B, heads, T, d]."""
@@ -263,7 +263,7 @@ class Eagle3(nn.Module):
 
 def _rows(x: Tensor, at: Tensor) -> Tensor:
     """x [B, T, H], at [B, Q] -> [B, Q, H]."""
-    return x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
+    return x[torch.arange(len(x), device=x.device)[:, None], at]
 
 
 def _attend(
