@@ -45,9 +45,10 @@ def to_e4m3(scale: Tensor) -> Tensor:
 
 def round_to_e2m1(x: Tensor) -> Tensor:
     """Round to the nearest E2M1 value, ties to the even code, magnitudes above 6 to 6."""
-    a = x.abs().clamp(max=E2M1_MAX)
-    step = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
-    return ((a / step).round() * step).copysign(x)
+    a = x.float().abs().clamp_(max=E2M1_MAX)
+    power = (a.view(torch.int32) & 0x7F800000).view(torch.float32)  # largest power of two below a
+    step = power.clamp_(min=1.0).mul_(0.5)
+    return a.div_(step).round_().mul_(step).copysign_(x)
 
 
 def quantize(weight: Tensor, weight_scale: Tensor, scale_2: Tensor) -> Tensor:
