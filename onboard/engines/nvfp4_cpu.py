@@ -168,6 +168,9 @@ def _register_experts() -> None:
                 layer.w13_input_scale.data = layer.w13_input_scale.data.max()
                 layer.w2_input_scale.data = layer.w2_input_scale.data.max()
 
+        def get_fused_moe_quant_config(self, layer: Any) -> None:
+            """No modular kernel is built, so there is nothing to tell one."""
+
         def apply(
             self,
             layer: Any,

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from onboard.engines import guard
 from onboard.errors import EnvironmentFault
 
 HOST = "127.0.0.1"
-LAST_LINES = 12
+ERRORS = 3
+LAST_LINES = 5
 END_SECONDS = guard.GRACE_SECONDS + 20
 
 # A part of a name that ends so holds a secret: HF_TOKEN, AWS_SECRET_ACCESS_KEY, PGPASSWORD.
@@ -27,6 +28,10 @@ _SECRET = re.compile(
     r"(TOKEN|SECRET|KEY|PASSWORD|PASSWD|PASS|CREDENTIAL|AUTH|COOKIE|(^|_)PAT)S?(_|$)", re.IGNORECASE
 )
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s]*:[^/\s]*@")
+# (Worker pid=7) ERROR 11-29 18:36:08 [core.py:1510] [rank0]:
+_LOG_PREFIX = re.compile(
+    r"^(\(\w+ pid=\d+\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^]]*\] )?(\[rank\d+\]: )?\s*"
+)
 # The engine has its own interpreter: the caller's would reach it through these.
 _PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy to 127.0.0.1
@@ -123,14 +128,14 @@ def answers(url: str) -> bool:
 
 
 def telling_lines(log: Path) -> list[str]:
-    """Return the log's last lines, from the first error among the last hundred where there is one.
+    """Return the first different errors of the log, and its last lines.
 
-    An engine's first complaint is the cause; what follows are its consequences in other processes.
+    An engine's first error is the cause; what follows are its consequences in other processes.
     """
-    lines = [ln for ln in log.read_text(errors="replace").splitlines() if ln.strip()][-100:]
-    errors = [i for i, line in enumerate(lines) if re.search(r"\w*(Error|Exception):", line)]
-    causes: Sequence[str] = [lines[errors[0]]] if errors else []
-    return [*causes, *lines[-LAST_LINES:]]
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    messages = (_LOG_PREFIX.sub("", line) for line in lines if "WARNING" not in line)
+    errors = dict.fromkeys(m for m in messages if re.match(r"[\w.]*(Error|Exception)\b.*:", m))
+    return [*list(errors)[:ERRORS], "...", *lines[-LAST_LINES:]]
 
 
 def _fault(what: str, log: Path, hint: str | None) -> EnvironmentFault:

@@ -89,8 +89,32 @@ def quantize(source: Path, activations: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def moe(tmp_path: Path, qwen3_moe_twin: Path) -> Path:
-    return shutil.copytree(qwen3_moe_twin, tmp_path / "twin")
+def moe(tmp_path: Path) -> Path:
+    """Save a tiny Qwen3-MoE whose heads are as wide as vLLM's CPU attention wants (32)."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)  # else every output is nearly uniform
+    model.save_pretrained(tmp_path / "twin")
+    return tmp_path / "twin"
 
 
 @pytest.mark.slow
