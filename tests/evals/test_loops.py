@@ -46,8 +46,6 @@ def test_text_that_only_differs_in_tokens_is_caught_by_compression() -> None:
 def test_a_cycle_is_found_wherever_it_starts(
     period: int, prefix: list[int], data: st.DataObject
 ) -> None:
-    unit = data.draw(
-        st.lists(st.integers(0, 500), min_size=period, max_size=period, unique=True)
-    )
+    unit = data.draw(st.lists(st.integers(0, 500), min_size=period, max_size=period, unique=True))
     repeats = max(4, -(-32 // period))
     assert cycle([*prefix, *unit * repeats]) == period
