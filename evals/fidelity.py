@@ -19,6 +19,7 @@ from torch import Tensor
 
 from onboard import source
 from onboard.checkpoint.models import (
+    compute_dtype,
     load_candidate,
     load_reference,
     set_activation_quantization,
@@ -27,7 +28,6 @@ from onboard.errors import InputError
 from onboard.evals import summary, tasks
 from onboard.evals.hidden import Batch, batches, bf16_noise, check_head, last_hidden
 from onboard.evals.kl import Head, TokenStats, compare, top_tokens
-from onboard.hardware import device_kind
 from onboard.pipeline import Job
 from onboard.recipe import Fidelity
 from onboard.store import write_json
@@ -66,11 +66,6 @@ def run(job: Job[Fidelity]) -> None:
         head = _measure_reference(work)
         _measure_candidate(work, head)
     _write(work)
-
-
-def compute_dtype() -> torch.dtype:
-    """Both models compute in float32 on the CPU, in bfloat16 on a GPU."""
-    return torch.bfloat16 if device_kind() == "cuda" else torch.float32
 
 
 def _work(job: Job[Fidelity]) -> Work:

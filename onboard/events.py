@@ -39,7 +39,9 @@ def to_file(path: Path) -> Listener:
     return listen
 
 
-def to_lines(write: Callable[[str], Any] = lambda s: print(s, file=sys.stderr, flush=True)) -> Listener:
+def to_lines(
+    write: Callable[[str], Any] = lambda s: print(s, file=sys.stderr, flush=True),
+) -> Listener:
     """Write plain lines: starts, ends, gates and warnings, progress at most every ten seconds."""
     last = 0.0
 
@@ -58,7 +60,13 @@ def to_lines(write: Callable[[str], Any] = lambda s: print(s, file=sys.stderr, f
 def to_terminal() -> tuple[Listener, Callable[[], None]]:
     """Return a listener that draws rich progress bars with an ETA on stderr, and its closer."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     progress = Progress(
         TextColumn("{task.description}"),

@@ -32,7 +32,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((ln.split(":")[1].strip() for ln in lines if ln.startswith("model name")), "unknown")
+    return next(
+        (ln.split(":")[1].strip() for ln in lines if ln.startswith("model name")), "unknown"
+    )
 
 
 class PeakMemory:

@@ -20,7 +20,6 @@ from onboard.hardware import PeakMemory, describe, device_kind
 from onboard.recipe import Limit, Recipe, Section
 from onboard.store import Artifact, Store, digest, disk_faults
 
-
 P = TypeVar("P", bound=Section)
 
 

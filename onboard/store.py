@@ -213,7 +213,8 @@ def disk_faults(stage: str, root: Path) -> Iterator[None]:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
         raise EnvironmentFault(
-            f"{stage}: cannot write to {e.filename or root}: {e.strerror}; what was finished is kept",
+            f"{stage}: cannot write to {e.filename or root}: {e.strerror}; "
+            "what was finished is kept",
             "free some space (or set ONBOARD_HOME to another disk) and run the same command again",
         ) from e
 

@@ -48,8 +48,8 @@ def round_weight(weight: Tensor, scale_2: Tensor, rounding: str, second_moment: 
 
 def sweep(weight: Tensor, amax: Tensor, scale_2: Tensor, second_moment: Tensor) -> Tensor:
     """Return the E4M3 block scales [out, in/16] with the least weighted squared error."""
-    blocks = weight.float().unflatten(-1, (-1, nvfp4.BLOCK))
-    importance = second_moment.unflatten(-1, (-1, nvfp4.BLOCK))
+    blocks = nvfp4.blocks(weight.float())
+    importance = nvfp4.blocks(second_moment)
     best_scale = torch.empty_like(amax, dtype=torch.float8_e4m3fn)
     best_error = torch.full_like(amax, torch.inf)
     for target in TARGETS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def run(job: Job[Quantize]) -> None:
     source = Reader.open(root(job.inputs["source"]))
     adaptation = job.inputs["adapt"].json("adaptation.json")
     groups = scale_groups(adaptation)
-    ranges = Activations.open(job.inputs["calibrate"].path / "activations.safetensors")
+    ranges = Activations(job.inputs["calibrate"].path / "activations.safetensors")
     units = plan_units(source, groups, ranges, job.params)
     written = write(
         units,
@@ -59,19 +60,16 @@ def run(job: Job[Quantize]) -> None:
     write_json(job.out / "metrics.json", metrics(adaptation, groups, checkpoint, written.notes))
 
 
+@dataclass(frozen=True)
 class Activations:
-    """What calibrate measured, by module."""
+    """What calibrate measured, by module; read from its file when asked for."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @classmethod
-    def open(cls, path: Path) -> Activations:
-        return cls(path)
+    path: Path
 
     def _read(self, name: str) -> Tensor:
         with safe_open(self.path, framework="pt") as f:
-            return f.get_tensor(name)
+            tensor: Tensor = f.get_tensor(name)
+        return tensor
 
     def input_scale(self, module: str) -> Tensor:
         """Return `input_scale` f32 []: the range over 6 * 448."""

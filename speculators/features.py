@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from onboard.checkpoint.models import load_candidate, load_reference
+from onboard.checkpoint.models import compute_dtype, load_candidate, load_reference
 from onboard.errors import InputError
 from onboard.evals.loops import WORD_RUN, cycle, find_loop, runs
-from onboard.hardware import device_kind
 from onboard.pipeline import Job
 from onboard.recipe import Features
 from onboard.source import root
@@ -116,11 +115,9 @@ def batch_invariance_error(model: Any, document: Document) -> float:
 
 
 def _target(job: Job[Features], source: Path) -> Any:
-    """f32 on a CPU, where it is both faster and steadier than bf16; bf16 on a GPU."""
-    dtype = torch.bfloat16 if device_kind() == "cuda" else torch.float32
     if job.params.target == "source":
-        return load_reference(source, dtype)
-    return load_candidate(job.inputs["quantize"].path / "checkpoint", dtype, activations=True)
+        return load_reference(source, compute_dtype())
+    return load_candidate(job.inputs["quantize"].path / "checkpoint", compute_dtype())
 
 
 def _keep(record: Path, prompts: Sequence[Any], answers: Sequence[Answer], tokenizer: Any) -> None:

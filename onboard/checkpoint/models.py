@@ -49,9 +49,9 @@ def load_candidate(checkpoint: Path, dtype: torch.dtype, activations: bool = Tru
 
 def set_activation_quantization(model: nn.Module, enabled: bool) -> None:
     """Switch the fake quantization of a candidate's activations."""
-    for module in model.modules():
-        if hasattr(module, "input_scale"):
-            module.quantizes_input = enabled
+    quantized: list[Any] = [m for m in model.modules() if hasattr(m, "input_scale")]
+    for module in quantized:
+        module.quantizes_input = enabled
 
 
 def _quantize_input(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -61,7 +61,7 @@ def _quantize_input(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 
 def _load(root: Path, reader: Reader, dtype: torch.dtype) -> Any:
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     config = AutoConfig.from_pretrained(root, local_files_only=True)
     if hasattr(config, "quantization_config"):
@@ -109,7 +109,7 @@ class SplitExperts(nn.ModuleList):
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the routed sum: [T, H], [T, k] expert ids, [T, k] weights -> [T, H]."""
         out = torch.zeros_like(hidden)
-        for number in top_k_index.unique().tolist():
+        for number in sorted(set(top_k_index.flatten().tolist())):
             if number >= len(self):
                 continue
             token, choice = torch.where(top_k_index == number)

@@ -1,4 +1,4 @@
-"""The NVFP4 storage format: 4-bit E2M1 values, an E4M3 scale per 16 inputs, an fp32 scale per tensor.
+"""The NVFP4 storage format: E2M1 values, an E4M3 scale per 16 inputs, an fp32 scale per tensor.
 
     W = E2M1[nibble] * (weight_scale * weight_scale_2)
 
@@ -27,9 +27,14 @@ def tensor_scale(amax: Tensor, block_scale_max: float = E4M3_MAX) -> Tensor:
     return amax.float() / (E2M1_MAX * block_scale_max)
 
 
+def blocks(x: Tensor) -> Tensor:
+    """View [..., in] as [..., in/16, 16]."""
+    return x.reshape(*x.shape[:-1], -1, BLOCK)
+
+
 def block_amax(weight: Tensor) -> Tensor:
     """Return the largest magnitude per block: [..., in] -> [..., in/16] f32."""
-    return weight.unflatten(-1, (-1, BLOCK)).abs().amax(-1).float()
+    return blocks(weight).abs().amax(-1).float()
 
 
 def block_scale(amax: Tensor, scale_2: Tensor) -> Tensor:
@@ -59,7 +64,7 @@ def quantize(weight: Tensor, weight_scale: Tensor, scale_2: Tensor) -> Tensor:
     """
     scale = (weight_scale.float() * scale_2).unsqueeze(-1)
     positive_zero = weight.float() + 0.0
-    return pack(round_to_e2m1(positive_zero.unflatten(-1, (-1, BLOCK)) / scale).flatten(-2))
+    return pack(round_to_e2m1(blocks(positive_zero) / scale).flatten(-2))
 
 
 def pack(values: Tensor) -> Tensor:
@@ -74,13 +79,14 @@ def unpack(packed: Tensor) -> Tensor:
     """Return the E2M1 values of u8 [..., in/2] as f32 [..., in]."""
     table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=packed.device)
     codes = torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
-    return table[codes.int()]
+    values: Tensor = table[codes.int()]
+    return values
 
 
 def dequantize(packed: Tensor, weight_scale: Tensor, scale_2: Tensor) -> Tensor:
     """Return the weights that an engine computes with, f32 [..., in]."""
     scale = (weight_scale.float() * scale_2).unsqueeze(-1)
-    return (unpack(packed).unflatten(-1, (-1, BLOCK)) * scale).flatten(-2)
+    return (blocks(unpack(packed)) * scale).flatten(-2)
 
 
 def quantize_dequantize(x: Tensor, input_scale: Tensor) -> Tensor:
@@ -90,11 +96,11 @@ def quantize_dequantize(x: Tensor, input_scale: Tensor) -> Tensor:
     vLLM's `ref_nvfp4_quant_dequant`: a block scale that rounds to zero makes its block zero, and
     one above 448 saturates.
     """
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    values = blocks(x.float())
     global_scale = 1.0 / input_scale
-    amax = blocks.abs().amax(-1, keepdim=True)
+    amax = values.abs().amax(-1, keepdim=True)
     scale = (global_scale * (amax * (1 / E2M1_MAX))).clamp(max=E4M3_MAX)
     scale = scale.to(torch.float8_e4m3fn).float()
     inverse = torch.where(scale == 0, 0.0, 1.0 / (scale * input_scale))
-    rounded = round_to_e2m1(blocks * inverse)
+    rounded = round_to_e2m1(values * inverse)
     return (rounded * (scale / global_scale)).flatten(-2).to(x.dtype)

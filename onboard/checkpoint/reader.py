@@ -36,16 +36,20 @@ class Reader:
         if header is None:
             raise InputError(f"{self.root}: no tensor {name!r}")
         with safe_open(self.root / header.shard, framework="pt") as f:
-            return f.get_tensor(name)
+            stored: Tensor = f.get_tensor(name)
+        return stored
 
     def rows(self, name: str, expert: int | None, first: int, count: int) -> Tensor:
-        """Return `count` rows from `first` of a [out, in] tensor, or of one expert's in [E, out, in]."""
+        """Return `count` rows from `first` of [out, in], or of one expert in [E, out, in]."""
         header = self.headers[name]
         with safe_open(self.root / header.shard, framework="pt") as f:
             part = f.get_slice(name)
-            if expert is None:
-                return part[first : first + count]
-            return part[expert : expert + 1, first : first + count].squeeze(0)
+            rows: Tensor = (
+                part[first : first + count]
+                if expert is None
+                else part[expert : expert + 1, first : first + count].squeeze(0)
+            )
+        return rows
 
     def is_nvfp4(self, module: str) -> bool:
         return f"{module}.weight_scale_2" in self.headers

@@ -23,7 +23,7 @@ from onboard.errors import InputError
 
 CHUNK = 64 * 2**20  # bytes copied at a time; a multiple of every dtype's width
 
-Chunks = Iterator[bytes | memoryview]
+Chunks = Iterator[bytes | bytearray | memoryview]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def check_finite(header: Header, tensor: Tensor) -> None:
 
 def tensor_bytes(tensor: Tensor) -> Chunks:
     """Yield a tensor's bytes as safetensors stores them (little endian, row major)."""
-    yield memoryview(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    yield tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _shards(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
@@ -154,7 +154,7 @@ def _write_shard(units: Sequence[Unit], path: Path, receipt: Path) -> None:
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as f:
 
-        def put(data: bytes | memoryview) -> None:
+        def put(data: bytes | bytearray | memoryview) -> None:
             f.write(data)
             sha.update(data)
 
