@@ -222,6 +222,7 @@ class Recipe(Section):
 
     name: str
     summary: str = ""
+    base_model: str | None = None  # Hub id for the model card, where the source is no Hub id
     source: Source
     adapt: Adapt = Adapt()
     data: Data = Data()

@@ -41,13 +41,12 @@ def card(run: Run) -> str:
 
 
 def front_matter(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the card's metadata; `base_model` only where the source is a Hub repository."""
+    """Return the card's metadata; `base_model` only where the original has a Hub id."""
     model = facts["model"]
     licence = (model["licence"] or "other").lower()
-    base = {"base_model": model["id"], "base_model_relation": "quantized"}
-    from_hub = model["kind"] == "hub" and HUB_ID.fullmatch(model["id"])
+    base = {"base_model": model["base_model"], "base_model_relation": "quantized"}
     return {
-        **(base if from_hub else {}),
+        **(base if HUB_ID.fullmatch(model["base_model"] or "") else {}),
         "license": licence,
         "pipeline_tag": "text-generation",
         "library_name": "vllm",

@@ -47,6 +47,7 @@ def model(run: Run) -> dict[str, Any]:
         "id": name,
         "revision": location.get("revision") or asked.revision,
         "kind": location.get("kind"),
+        "base_model": run.recipe.base_model or (name if location.get("kind") == "hub" else None),
         "licence": location.get("licence"),
     }
 
