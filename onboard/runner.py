@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,11 @@ from onboard.pipeline import Pipeline, Run, new_run_id
 from onboard.recipe import Recipe
 from onboard.stages import STAGES
 from onboard.store import Store, write_json
+
+BEFORE_IMPORTS = {  # read when tqdm and torch are imported
+    "TQDM_DISABLE": "1",  # progress is ours to show
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin stall each other on a busy machine
+}
 
 
 def store_root() -> Path:
@@ -38,19 +44,21 @@ def execute(
     The report is always written, to the run's directory; a bundle appears in `out` only when
     every gate stands.
     """
+    os.environ |= BEFORE_IMPORTS
     run_id = new_run_id()
     listener, close = to_terminal() if sys.stderr.isatty() and not quiet else (to_lines(), _nothing)
     events = Events([to_file(store.run_dir(run_id) / "events.jsonl"), listener])
     try:
-        run = Pipeline(STAGES, store, events).run(
-            recipe,
-            run_id,
-            keep_going=keep_going,
-            overrides=overrides,
-            adoptions=adoptions,
-            command=command,
-        )
-        return _conclude(run, out)
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone
+            run = Pipeline(STAGES, store, events).run(
+                recipe,
+                run_id,
+                keep_going=keep_going,
+                overrides=overrides,
+                adoptions=adoptions,
+                command=command,
+            )
+            return _conclude(run, out)
     finally:
         close()
 

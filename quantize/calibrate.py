@@ -8,8 +8,8 @@ tokens that reached each matrix.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -89,7 +89,7 @@ def measure(
         raise InputError(f"calibrate: the model has no module {absent[0]} ({len(absent)} absent)")
     moments = {name: Moments() for name in modules}
     handles = [by_name[name].register_forward_pre_hook(moments[name]) for name in modules]
-    with torch.inference_mode(), contextlib.redirect_stdout(sys.stderr):  # it prints a count
+    with torch.inference_mode(), contextlib.redirect_stdout(io.StringIO()):
         mtq.quantize(model, _ranges_only(modules), lambda m: [m(batch) for batch in batches])
     for handle in handles:
         handle.remove()

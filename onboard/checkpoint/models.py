@@ -38,11 +38,13 @@ def load_candidate(checkpoint: Path, dtype: torch.dtype, activations: bool = Tru
     """
     reader = Reader.open(checkpoint)
     model = _load(checkpoint, reader, dtype)
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
+    quantize_input = InputQuantizer()
     for name, scale in reader.input_scales().items():
         if name in modules:
             modules[name].register_buffer("input_scale", scale.to(model.device), persistent=False)
-            modules[name].register_forward_pre_hook(_quantize_input)
+            modules[name].input_scale_value = scale.item()
+            modules[name].register_forward_pre_hook(quantize_input)
     set_activation_quantization(model, activations)
     return model
 
@@ -54,10 +56,20 @@ def set_activation_quantization(model: nn.Module, enabled: bool) -> None:
         module.quantizes_input = enabled
 
 
-def _quantize_input(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    if not module.quantizes_input:
-        return None
-    return (nvfp4.quantize_dequantize(args[0], module.input_scale), *args[1:])
+class InputQuantizer:
+    """Quantizes what enters a linear; q/k/v and gate/up read one tensor, which is done once."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Tensor, float, Tensor] | None = None  # input, scale, result
+
+    def __call__(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not module.quantizes_input:
+            self.last = None
+            return None
+        x, scale = args[0], module.input_scale_value
+        if self.last is None or self.last[0] is not x or self.last[1] != scale:
+            self.last = (x, scale, nvfp4.quantize_dequantize(x, module.input_scale))
+        return (self.last[2], *args[1:])
 
 
 def _load(root: Path, reader: Reader, dtype: torch.dtype) -> Any:

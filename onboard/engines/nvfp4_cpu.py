@@ -5,6 +5,10 @@ would read; activations are quantized and dequantized before every linear layer 
 as a W4A4 kernel does. No file of vLLM is changed: `register` is called through the entry point
 `vllm.general_plugins` in every process of the engine, and does nothing off the CPU platform.
 
+Matrices are multiplied in fp64 and the result is rounded once. The last bits of an fp32 product
+depend on how many rows are multiplied together; where activations are rounded to 4 bits such a bit
+can decide a whole step, and greedy outputs would differ by batch shape alone.
+
 A pass on the CPU proves names, scales, fusion, template and loading; it does not prove GPU kernels.
 """
 
@@ -68,6 +72,14 @@ def _allow_float32() -> None:
         config.get_supported_act_dtypes = lambda self: dtypes
 
 
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x [tokens, in] times weight f64 [out, in], summed in fp64, in the dtype of `x`."""
+    from torch.nn.functional import linear
+
+    product = linear(x.double(), weight, None if bias is None else bias.double())
+    return product.to(x.dtype)
+
+
 def _register_linear() -> None:
     import torch
     import vllm.model_executor.kernels.linear as kernels
@@ -101,11 +113,10 @@ def _register_linear() -> None:
                 layer.weight_scale.data,
                 layer.weight_global_scale.data,
             )
-            layer.weight = torch.nn.Parameter(weight.to(self.dtype), requires_grad=False)
+            layer.weight = torch.nn.Parameter(weight.double(), requires_grad=False)
 
         def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            x = rounded(x, layer.input_global_scale)
-            return torch.nn.functional.linear(x, layer.weight, bias)
+            return _multiply(rounded(x, layer.input_global_scale), layer.weight, bias)
 
     class CpuNvFp4W4A16LinearKernel(CpuNvFp4LinearKernel):
         """Weight-only checkpoints: activations stay as they are."""
@@ -113,7 +124,7 @@ def _register_linear() -> None:
         mode = "cpu-emulation, linear W4A16"
 
         def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            return torch.nn.functional.linear(x, layer.weight, bias)
+            return _multiply(x, layer.weight, bias)
 
     kernels.register_linear_kernel(CpuNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
     # Weight-only layers take this name without asking the registry.
@@ -123,7 +134,7 @@ def _register_linear() -> None:
 def _register_experts() -> None:
     import torch
     import vllm.model_executor.layers.quantization.modelopt as modelopt
-    from torch.nn.functional import linear, silu
+    from torch.nn.functional import silu
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
@@ -162,7 +173,7 @@ def _register_experts() -> None:
                 packed = getattr(layer, f"{name}_weight").data
                 scale = getattr(layer, f"{name}_weight_scale").data
                 experts = zip(packed, scale, scale_2, strict=True)
-                weight = torch.stack([dequantize(*expert).to(self.dtype) for expert in experts])
+                weight = torch.stack([dequantize(*expert).double() for expert in experts])
                 setattr(layer, f"{name}_weight", torch.nn.Parameter(weight, requires_grad=False))
             if not self.use_a16:
                 layer.w13_input_scale.data = layer.w13_input_scale.data.max()
@@ -188,10 +199,10 @@ def _register_experts() -> None:
                 tokens, slot = (topk_ids == expert).nonzero(as_tuple=True)
                 share = topk_weights[tokens, slot, None].to(x.dtype)
                 h = x[tokens] * share if on_input else x[tokens]
-                h = linear(self._rounded(h, layer.w13_input_scale), layer.w13_weight[expert])
+                h = _multiply(self._rounded(h, layer.w13_input_scale), layer.w13_weight[expert])
                 gate, up = h.chunk(2, -1)
                 h = silu(gate) * up
-                h = linear(self._rounded(h, layer.w2_input_scale), layer.w2_weight[expert])
+                h = _multiply(self._rounded(h, layer.w2_input_scale), layer.w2_weight[expert])
                 out.index_add_(0, tokens, h if on_input else h * share)
             return out
 
