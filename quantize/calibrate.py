@@ -54,7 +54,7 @@ def run(job: Job[Calibrate]) -> None:
     tensors |= {f"{name}.second_moment": value for name, value in second.items()}
     save_file(dict(sorted(tensors.items())), job.out / "activations.safetensors")
     write_json(job.out / "tokens.json", {name: m.tokens for name, m in moments.items()})
-    write_json(job.out / "metrics.json", _metrics(moments, documents))
+    write_json(job.out / "metrics.json", _metrics(moments))
 
 
 class Moments:
@@ -191,14 +191,10 @@ def _batches(documents: Sequence[Sequence[int]], job: Job[Calibrate]) -> Iterato
             job.progress("activations", done, len(documents), "documents")
 
 
-def _metrics(
-    moments: Mapping[str, Moments], documents: Sequence[Sequence[int]]
-) -> dict[str, float]:
+def _metrics(moments: Mapping[str, Moments]) -> dict[str, float]:
     silent = [name for name, m in moments.items() if not m.tokens]
     experts = [name for name in silent if EXPERT.match(name)]
     return {
-        "calibration_documents": len(documents),
-        "calibration_tokens": sum(map(len, documents)),
         "tensors_without_tokens": len(silent) - len(experts),
         "unseen_experts": len({name.rpartition(".")[0] for name in experts}),
         "calibrated_tensors": len(moments),

@@ -45,7 +45,10 @@ def run(job: Job[Data]) -> None:
         _write_lines(job.out / f"{name}.jsonl", (row for _, row in pairs))
     _write_lines(job.out / "hellaswag.jsonl", _hellaswag(job))
     write_json(job.out / "sources.json", _sources(dealt))
-    write_json(job.out / "metrics.json", _metrics(params, renderer, dealt))
+    missing = _missing(params, dealt)
+    for name, domain in missing:
+        job.warn(f"{name}: no document of the domain {domain}; ask for more, or for longer ones")
+    write_json(job.out / "metrics.json", _metrics(len(missing), renderer, dealt))
 
 
 def needs(params: Data) -> tuple[Need, ...]:
@@ -122,17 +125,22 @@ def _sources(dealt: Dealt) -> list[dict[str, Any]]:
     ]
 
 
-def _metrics(params: Data, renderer: Renderer, dealt: Dealt) -> dict[str, float]:
-    wanted = {corpus.domain for corpus in params.corpora}
-    missing = {
-        domain
+def _missing(params: Data, dealt: Dealt) -> list[tuple[str, str]]:
+    """Return (set, domain) wherever a set of documents lacks a domain of the recipe."""
+    wanted = sorted({corpus.domain for corpus in params.corpora})
+    return [
+        (name, domain)
         for name in ("evaluation", "calibration", "training_prompts")
-        for domain in wanted - {document.domain for document, _ in dealt[name]}
-    }
+        for domain in wanted
+        if all(document.domain != domain for document, _ in dealt[name])
+    ]
+
+
+def _metrics(missing: int, renderer: Renderer, dealt: Dealt) -> dict[str, float]:
     texts = [(name, compared(*pair)) for name, pairs in dealt.items() for pair in pairs]
     return {
         "overlapping_documents": count_overlapping(texts),
-        "domains_missing": len(missing),
+        "domains_missing": missing,
         "chat_template_missing": int(not renderer.has_template),
         **{f"documents_{name}": len(pairs) for name, pairs in dealt.items()},
         "calibration_tokens": sum(len(row["ids"]) for _, row in dealt["calibration"]),
