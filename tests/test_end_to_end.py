@@ -143,7 +143,7 @@ def test_the_document_obeys_its_contract(result: dict[str, Any]) -> None:
     assert all(isinstance(value, int | float) for value in result["metrics"].values())
     for gate in result["gates"]:
         assert set(gate) == {"stage", "name", "value", "limit", "passed", "override"}
-    assert result["metrics"]["weights_quantized_share"] > 0.2, "the head of a twin is large"
+    assert result["metrics"]["weights_quantized_share"] > 0.1, "a twin is mostly head"
     assert result["metrics"]["quantized_share_expert"] == 1.0
 
 
