@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from onboard.checkpoint.models import compute_dtype, load_candidate, load_reference
+from onboard.checkpoint.models import (
+    compute_dtype,
+    load_candidate,
+    load_reference,
+    set_activation_quantization,
+)
 from onboard.errors import InputError
 from onboard.evals.loops import WORD_RUN, cycle, find_loop, runs
 from onboard.pipeline import Job
@@ -25,6 +30,7 @@ from onboard.speculators.capture import Answer, Capture, answer, aux_layers
 from onboard.speculators.shards import Document, Place, places_of, write_shard
 from onboard.store import write_json
 
+CHECKED_TOKENS = 4  # generated to compare a batch with each of its texts alone
 AGREEMENT_MIN = 0.9  # of the head's argmax with the tokens generated; bf16 rounding costs < 0.02
 
 
@@ -69,7 +75,8 @@ def run(job: Job[Features]) -> None:
             "head": asdict(target_head.settings),
         },
     )
-    write_json(job.out / "metrics.json", _metrics(job, model, records))
+    checked = [prompts[i]["ids"] for i in (0, len(prompts) // 2, -1)]  # short, middling, long
+    write_json(job.out / "metrics.json", _metrics(job, model, records, checked))
 
 
 def stop_tokens(source: Path) -> frozenset[int]:
@@ -101,8 +108,22 @@ def check_head(target: head.Head, answers: Sequence[Answer]) -> None:
         )
 
 
-def batch_invariance_error(model: Any, document: Document) -> float:
-    """Return how far the stored states lie from those of the document alone, without a cache.
+def batch_invariance_error(model: Any, prompts: Sequence[Sequence[int]]) -> float:
+    """Return how far the states of padded, cached answers lie from those of each text alone.
+
+    Measured with full-precision activations: rounding them to 4 bits turns the last bits that a
+    batch shape changes into whole steps, which `stored_state_error` shows.
+    """
+    quantized = any(getattr(module, "quantizes_input", False) for module in model.modules())
+    set_activation_quantization(model, False)
+    answers = answer(model, prompts, (), CHECKED_TOKENS)
+    error = max(state_error(model, document_of(given)) for given in answers)
+    set_activation_quantization(model, quantized)
+    return error
+
+
+def state_error(model: Any, document: Document) -> float:
+    """Return how far a document's states lie from those of the document alone, without a cache.
 
     The mean over tokens of |stored - alone| / |alone|, for the worst of the four states.
     """
@@ -219,7 +240,12 @@ def _link(file: Path, to: Path) -> None:
         shutil.copyfile(file, to)
 
 
-def _metrics(job: Job[Features], model: Any, records: Sequence[dict[str, Any]]) -> dict[str, float]:
+def _metrics(
+    job: Job[Features],
+    model: Any,
+    records: Sequence[dict[str, Any]],
+    prompts: Sequence[Sequence[int]],
+) -> dict[str, float]:
     tokens = sum(r["shard"]["tokens"] for r in records if r["shard"])
     trained = sum(r["trained"] for r in records)
     looped = sum(s["looped"] is not None for r in records for s in r["samples"])
@@ -238,8 +264,9 @@ def _metrics(job: Job[Features], model: Any, records: Sequence[dict[str, Any]]) 
         "trained_token_share": trained / tokens,
         "zero_features": sum(r["zero"] for r in records),
         "looped_answers": looped,
-        "batch_invariance_error": max(
-            batch_invariance_error(model, place.read()) for place in _probes(job.out, records)
+        "batch_invariance_error": batch_invariance_error(model, prompts),
+        "stored_state_error": max(
+            state_error(model, place.read()) for place in _probes(job.out, records)
         ),
     }
 

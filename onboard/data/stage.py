@@ -48,7 +48,9 @@ def run(job: Job[Data]) -> None:
     missing = _missing(params, dealt)
     for name, domain in missing:
         job.warn(f"{name}: no document of the domain {domain}; ask for more, or for longer ones")
-    write_json(job.out / "metrics.json", _metrics(len({domain for _, domain in missing}), renderer, dealt))
+    write_json(
+        job.out / "metrics.json", _metrics(len({domain for _, domain in missing}), renderer, dealt)
+    )
 
 
 def needs(params: Data) -> tuple[Need, ...]:

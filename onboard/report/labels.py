@@ -21,6 +21,7 @@ LABELS = {
     "zero_features": "All-zero features",
     "trained_token_share": "Share of tokens trained on",
     "batch_invariance_error": "Error between batch shapes",
+    "stored_state_error": "Error of stored states, 4-bit activations",
     "offline_acceptance_length": "Acceptance length, offline estimate",
     "probes_failed": "Engine probes failed",
     "looped_share": "Share of looped answers",

@@ -35,6 +35,7 @@ def test_prompts_become_a_draft(
     assert metrics["looped_answers"] == sum(s["looped"] is not None for s in samples)
     assert metrics["feature_tokens"] == sum(len(d) for d in documents)
     assert metrics["batch_invariance_error"] < 0.01
+    assert metrics["stored_state_error"] < 0.2
     assert metrics["zero_features"] == 0
     for document in documents:
         sample = next(s for s in samples if s["id"] == document.id)
