@@ -50,14 +50,30 @@ def linear_layer() -> SimpleNamespace:
 
 
 def linear_difference(x: torch.Tensor) -> float:
-    """Largest difference between our W4A4 layer and vLLM's EmulationNvFp4LinearKernel."""
+    """Largest difference between our W4A4 layer and vLLM's EmulationNvFp4LinearKernel, relative."""
     layer = linear_layer()
     bias = torch.randn(OUT)
     oracle = EmulationNvFp4LinearKernel(NvFp4LinearLayerConfig())
     expected = oracle.apply_weights(layer, x, bias)
     ours = OURS(NvFp4LinearLayerConfig())
     ours.process_weights_after_loading(layer)
-    return float((ours.apply_weights(layer, x, bias) - expected).abs().max())
+    return relative(ours.apply_weights(layer, x, bias), expected)
+
+
+def rows_depend_on_nothing_else(x: torch.Tensor) -> bool:
+    """Whether a row's result is the same to the bit alone, among a few, and among all."""
+    layer = linear_layer()
+    ours = OURS(NvFp4LinearLayerConfig())
+    ours.process_weights_after_loading(layer)
+    together = ours.apply_weights(layer, x)
+    return all(
+        torch.equal(ours.apply_weights(layer, x[:count]), together[:count])
+        for count in range(1, len(x))
+    )
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def weight_only_difference(x: torch.Tensor) -> float:
@@ -67,7 +83,7 @@ def weight_only_difference(x: torch.Tensor) -> float:
     )
     kernel = WEIGHT_ONLY(NvFp4LinearLayerConfig())
     kernel.process_weights_after_loading(layer)
-    return float((kernel.apply_weights(layer, x) - x @ weight.T).abs().max())
+    return relative(kernel.apply_weights(layer, x), x @ weight.T)
 
 
 def expert_difference(x: torch.Tensor) -> float:
@@ -103,7 +119,7 @@ def expert_difference(x: torch.Tensor) -> float:
             h = gemm(x[token : token + 1], w13[expert], scales["w13"].max())
             h = silu(h[:, :WIDTH]) * h[:, WIDTH:]
             expected[token] += share * gemm(h, w2[expert], scales["w2"].max())[0]
-    return float((ours - expected).abs().max() / expected.abs().max())
+    return relative(ours, expected)
 
 
 def rounding_is_bit_equal() -> bool:
@@ -127,6 +143,7 @@ print(
     json.dumps(
         {
             "linear": linear_difference(inputs),
+            "row_by_row": rows_depend_on_nothing_else(inputs),
             "weight_only": weight_only_difference(inputs),
             "experts": expert_difference(inputs),
             "rounding": rounding_is_bit_equal(),

@@ -50,9 +50,10 @@ def run_in_engine(script: str, *arguments: str) -> tuple[Any, str]:
 def test_kernels_equal_vllm_s_own_emulation() -> None:
     found, _ = run_in_engine("nvfp4_parity.py")
     assert found["rounding"] is True
-    assert found["linear"] == 0
-    assert found["weight_only"] == 0
+    assert found["linear"] < 1e-6, "theirs sums in fp32, ours in fp64"
+    assert found["weight_only"] < 1e-6
     assert found["experts"] < 1e-5
+    assert found["row_by_row"] is True, "greedy outputs must not depend on the batch"
 
 
 def quantize(source: Path, activations: bool) -> dict[str, torch.Tensor]:
