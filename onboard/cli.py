@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
+from typer.exceptions import TyperException
 
 from onboard import __version__
 from onboard.errors import INTERRUPTED, OnboardError
@@ -181,12 +181,10 @@ def main() -> None:
         code = app(standalone_mode=False)
     except OnboardError as e:
         code = _fail(e.as_dict())
-    except click.exceptions.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
-    except click.ClickException as e:
-        code = _fail({"kind": "input", "message": e.format_message(), "hint": None, "exit_code": 2})
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+    except TyperException as e:
+        code = _fail({"kind": "input", "message": str(e), "hint": "onboard --help", "exit_code": 2})
     except Exception as e:
         if os.environ.get("ONBOARD_DEBUG") == "1":
             raise
