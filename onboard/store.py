@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onboard.errors import EnvironmentFault, InputError
+from onboard.errors import EnvironmentFault, InputError, OnboardError
 
 MANIFEST = "manifest.json"
 SHORT = 16  # hex digits of a key that name a directory
+FULL_BELOW = 4 * 2**20  # bytes free, under which a failed write is blamed on the disk
 
 
 def digest(value: Any) -> str:
@@ -209,14 +210,24 @@ def disk_faults(stage: str, root: Path) -> Iterator[None]:
     """Turn a full or read-only disk into one error; finished stages stay in the store."""
     try:
         yield
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+    except OnboardError:
+        raise
+    except Exception as e:
+        if not _is_disk_fault(e, root):
             raise
+        place = getattr(e, "filename", None) or root
         raise EnvironmentFault(
-            f"{stage}: cannot write to {e.filename or root}: {e.strerror}; "
-            "what was finished is kept",
+            f"{stage}: cannot write to {place}: {e}; what was finished is kept",
             "free some space (or set ONBOARD_HOME to another disk) and run the same command again",
         ) from e
+
+
+def _is_disk_fault(error: Exception, root: Path) -> bool:
+    """Whether a write failed for want of space: libraries in C++ and Rust raise their own kinds."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    said = os.strerror(errno.ENOSPC) in str(error)
+    return said or shutil.disk_usage(root).free < FULL_BELOW
 
 
 def _fsync(path: Path) -> None:

@@ -264,6 +264,18 @@ def test_the_manifest_names_every_file_and_nothing_of_this_run(world: Path) -> N
     assert artifact.record["seconds"] >= 0
 
 
+def test_a_full_disk_is_recognised_in_a_librarys_own_error(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="cannot write"):  # noqa: SIM117
+        with disk_faults("source", tmp_path):
+            raise RuntimeError("Error while serializing: No space left on device (os error 28)")
+
+
+def test_another_error_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="shape"):  # noqa: SIM117
+        with disk_faults("source", tmp_path):
+            raise RuntimeError("shape mismatch")
+
+
 def test_a_full_disk_is_an_environment_fault_that_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault, match="No space left") as caught:  # noqa: SIM117
         with disk_faults("quantize", tmp_path):
