@@ -73,7 +73,7 @@ def test_page_shows_gates_and_headline_figures(make_run: MakeRun) -> None:
     for figure in ("0.313", "[0.274, 0.356]", "2.13e−5", "0.127", "76.4%", "1.54", "1.61"):
         assert figure in text
     assert "cpu-emulation W4A4" in text
-    assert "Pass 19 of 19 gates" in text
+    assert "Pass 20 of 20 gates" in text
 
 
 def test_page_is_well_formed_and_self_contained(make_run: MakeRun) -> None:
