@@ -308,7 +308,8 @@ def _features(out: Path, rng: random.Random) -> None:
         out / "metrics.json",
         {
             "feature_tokens": 61_240, "trained_tokens": 38_112, "trained_token_share": 0.6223,
-            "zero_features": 0, "batch_invariance_error": 0.0031, "stored_state_error": 0.07, "looped_answers": 11,
+            "zero_features": 0, "batch_invariance_error": 0.0031, "looped_answers": 11,
+            "stored_state_error": 0.07,
         },
     )  # fmt: skip
 
