@@ -156,14 +156,14 @@ class Store:
         content = {name: entry["sha256"] for name, entry in files.items()}
         write_json(tmp / MANIFEST, {**manifest, "files": files, "digest": digest(content)})
         for path in [*tmp.rglob("*"), tmp]:
-            _fsync(path)
+            fsync(path)
         write_json(self._record(stage, key), record)
         final = self.root / "artifacts" / stage / key[:SHORT]
         final.parent.mkdir(parents=True, exist_ok=True)
         if final.exists():  # damaged, else find() had returned it
             shutil.rmtree(final)
         tmp.rename(final)
-        _fsync(final.parent)
+        fsync(final.parent)
         artifact = self.find(stage, key)
         assert artifact is not None
         return artifact
@@ -230,7 +230,8 @@ def _is_disk_fault(error: Exception, root: Path) -> bool:
     return said or shutil.disk_usage(root).free < FULL_BELOW
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make a file, or the entries of a directory, survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

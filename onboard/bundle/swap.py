@@ -8,6 +8,8 @@ import os
 import shutil
 from pathlib import Path
 
+from onboard.store import fsync
+
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2  # linux/fs.h
 
@@ -15,12 +17,12 @@ RENAME_EXCHANGE = 2  # linux/fs.h
 def publish(built: Path, dest: Path) -> None:
     """Make `built` durable and rename it to its sibling `dest`; drop what was there before."""
     for path in [*built.rglob("*"), built]:
-        _fsync(path)
+        fsync(path)
     if dest.exists():
         _exchange(built, dest)
     else:
         built.rename(dest)
-    _fsync(dest.parent)
+    fsync(dest.parent)
     shutil.rmtree(built, ignore_errors=True)  # the earlier directory, after an exchange
 
 
@@ -39,11 +41,3 @@ def _exchange(one: Path, other: Path) -> None:
     other.rename(earlier)
     one.rename(other)
     earlier.rename(one)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
