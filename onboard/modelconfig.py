@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from onboard.architectures import Architecture, by_model_type, families
+from onboard.architectures.table import namespace, num_mtp_layers
 from onboard.errors import InputError
+
+GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
 @dataclass(frozen=True)
@@ -18,13 +21,14 @@ class ModelConfig:
     """The facts that decide roles and layout. `tied` is None where the config does not say."""
 
     model_type: str
-    architecture: str  # transformers class
+    architecture: str | None  # transformers class, None where there is none
     family: str  # file in onboard/architectures
     num_layers: int
     num_mtp_layers: int
     hidden_size: int
     tied: bool | None
     rope_theta: float | None
+    raw: Mapping[str, Any]  # the whole config.json
 
     @property
     def rules(self) -> Architecture:
@@ -34,20 +38,29 @@ class ModelConfig:
 def read_config(root: Path) -> ModelConfig:
     """Return the facts of `root/config.json`; raises InputError where it contradicts itself."""
     path = root / "config.json"
-    config = json.loads(path.read_text())
+    return parse_config(json.loads(path.read_text()), path)
+
+
+def parse_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
+    """Return the facts of a config.json that was read from `path`."""
     model_type = config.get("model_type")
     family = _family(path, model_type)
-    layers = _number(path, config, "num_hidden_layers")
-    _check_per_layer(path, config, layers)
+    rules = families()[family]
+    text = config.get(rules.text_config, config) if rules.text_config else config
+    layers = _number(path, text, "num_hidden_layers")
+    _check_per_layer(path, text, layers)
+    assert model_type is not None
+    _check_architecture(path, config)
     return ModelConfig(
         model_type=model_type,
-        architecture=_architecture(path, config, families()[family].model_types[model_type]),
+        architecture=rules.model_types[model_type],
         family=family,
         num_layers=layers,
-        num_mtp_layers=config.get("num_nextn_predict_layers") or 0,
-        hidden_size=_number(path, config, "hidden_size"),
-        tied=config.get("tie_word_embeddings"),
-        rope_theta=_rope_theta(path, config),
+        num_mtp_layers=num_mtp_layers(rules, namespace(rules, config)),
+        hidden_size=_number(path, text, "hidden_size"),
+        tied=text.get("tie_word_embeddings", config.get("tie_word_embeddings")),
+        rope_theta=_rope_theta(path, text),
+        raw=config,
     )
 
 
@@ -74,15 +87,14 @@ def _number(path: Path, config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _architecture(path: Path, config: Mapping[str, Any], expected: str) -> str:
-    """Return the transformers class; a null or absent list means the family's own."""
-    listed = config.get("architectures") or [expected]
-    if listed[0] != expected:
+def _check_architecture(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise InputError on a class that generates no text; null or absent is the family's own."""
+    listed = (config.get("architectures") or [""])[0]
+    if listed and not listed.endswith(GENERATES):
         raise InputError(
-            f"{path}: architectures: expected {expected} for model_type "
-            f"{config['model_type']}, found {listed[0]}"
+            f"{path}: architectures: expected a class that ends in {' or '.join(GENERATES)}, "
+            f"found {listed}"
         )
-    return expected
 
 
 def _check_per_layer(path: Path, config: Mapping[str, Any], layers: int) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from onboard.checkpoint import nvfp4
@@ -22,6 +23,7 @@ from onboard.checkpoint.headers import is_mtp
 from onboard.checkpoint.reader import Reader
 from onboard.errors import InputError
 from onboard.hardware import device_kind
+from onboard.modelconfig import read_config
 
 
 def load_reference(root: Path, dtype: torch.dtype) -> Any:
@@ -78,7 +80,7 @@ def _load(root: Path, reader: Reader, dtype: torch.dtype) -> Any:
     config = AutoConfig.from_pretrained(root, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model, info = _from_state(config, dict(reader.dequantized()), dtype)
+    model, info = _from_state(root, config, dict(reader.dequantized()), dtype)
     layers = config.get_text_config().num_hidden_layers
     ignored = [name for name in info["unexpected_keys"] if not is_mtp(name, layers)]
     _check_complete(root, info["missing_keys"], ignored)
@@ -86,8 +88,10 @@ def _load(root: Path, reader: Reader, dtype: torch.dtype) -> Any:
     return model.eval().requires_grad_(False).to(device_kind())
 
 
-def _from_state(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> tuple[Any, Any]:
-    cls = AutoModelForCausalLM._model_mapping[type(config)]
+def _from_state(
+    root: Path, config: Any, state: dict[str, Tensor], dtype: torch.dtype
+) -> tuple[Any, Any]:
+    cls = getattr(transformers, read_config(root).architecture)
     return cls.from_pretrained(  # type: ignore[no-any-return]
         None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
     )
