@@ -1,13 +1,13 @@
 """The fidelity stage: what the written checkpoint predicts, against its source.
 
-One model is in memory at a time. The reference's hidden states, and what was measured on each
+One model is in memory at a time, whole or a layer at a time. The reference's hidden states, and what was measured on each
 batch, stay in scratch, so that a run that was killed goes on from the batch it was in.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,22 @@ from torch import Tensor
 
 from onboard import source
 from onboard.checkpoint.models import (
+    Runner,
     compute_dtype,
-    load_candidate,
-    load_reference,
-    set_activation_quantization,
+    full_precision_activations,
+    open_candidate,
+    open_reference,
 )
 from onboard.errors import InputError
 from onboard.evals import summary, tasks
-from onboard.evals.hidden import Batch, batches, bf16_noise, check_head, last_hidden
+from onboard.evals.hidden import (
+    Batch,
+    batches,
+    bf16_noise,
+    check_head,
+    last_hidden,
+    prepare_noise,
+)
 from onboard.evals.kl import Head, TokenStats, compare, top_tokens
 from onboard.pipeline import Job
 from onboard.recipe import Fidelity
@@ -55,14 +63,30 @@ class Work:
     def batches(self) -> list[Batch]:
         return batches(self.rows, self.job.params.batch_size)
 
+    @property
+    def noise_rows(self) -> Rows:
+        """The documents on which the noise floor is measured."""
+        return sorted(self.rows, key=lambda r: str(r["id"]))[:NOISE_DOCUMENTS]
+
     def file(self, name: str, batch: Batch) -> Path:
         return self.job.scratch / f"{name}-{batch.number:04}.safetensors"
+
+    def tasks(self, side: str) -> Path:
+        return self.job.scratch / f"tasks-{side}.json"
+
+    def open(self, name: str) -> list[Batch]:
+        """Return the batches that an earlier run left undone."""
+        return [batch for batch in self.batches if not self.file(name, batch).exists()]
+
+    def advance(self, name: str, batch: Batch) -> None:
+        done = sum(len(b.rows) for b in self.batches if b.number <= batch.number)
+        self.job.progress(name, done, len(self.rows), "documents")
 
 
 def run(job: Job[Fidelity]) -> None:
     """Measure the reference, then the candidate, then write figures and tables."""
     work = _work(job)
-    if not all(work.file("candidate", batch).exists() for batch in work.batches):
+    if work.open("candidate") or work.open("weights"):
         head = _measure_reference(work)
         _measure_candidate(work, head)
     _write(work)
@@ -91,31 +115,50 @@ def _tokenizer(root: Path) -> Any:
 
 
 def _measure_reference(work: Work) -> Head:
-    model = load_reference(work.root, compute_dtype())
+    runner = open_reference(work.root, compute_dtype())
+    model = runner.model
     head = Head.of(model, work.vocabulary)
-    check_head(model, head, work.rows[0]["ids"])
-    for batch in _open_batches(work, "reference"):
-        _save(work.file("reference", batch), {"hidden": last_hidden(model, batch.ids)})
-    _run_task(work, model, "source")
-    _measure_noise(work, model, head)
+    noise = work.job.scratch / "noise.safetensors"
+    prepare_noise(model)
+
+    def check() -> None:
+        check_head(model, head, work.rows[0]["ids"])
+
+    def keep(batch: Batch) -> Callable[[], None]:
+        def run() -> None:
+            _save(work.file("reference", batch), {"hidden": last_hidden(model, batch.ids)})
+            work.advance("reference", batch)
+
+        return run
+
+    def noisy(row: dict[str, Any]) -> Callable[[], None]:
+        def run() -> None:
+            with bf16_noise():
+                states[row["id"]] = last_hidden(model, [row["ids"]])
+
+        return run
+
+    states: dict[Any, Tensor] = {}
+    chosen = [] if noise.exists() else work.noise_rows
+    passes = [check, *map(keep, work.open("reference")), *map(noisy, chosen)]
+    runner.run(passes, lambda done, total: work.job.progress("reference", done, total, "layers"))
+    if chosen:
+        _save(noise, {"kl": _noise(work, head, states)})
+    _run_task(work, runner, "source")
     return head
 
 
-def _measure_noise(work: Work, model: Any, head: Head) -> None:
-    """Compare the reference with itself under bf16 rounding and another batch shape."""
-    path = work.job.scratch / "noise.safetensors"
-    if path.exists():
-        return
-    chosen = {row["id"] for row in sorted(work.rows, key=lambda r: str(r["id"]))[:NOISE_DOCUMENTS]}
-    parts: list[Tensor] = []
-    with bf16_noise(model):
-        for row, hidden in _reference_documents(work):
-            if row["id"] in chosen:
-                work.job.progress("noise floor", len(parts), len(chosen), "documents")
-                noisy = last_hidden(model, [row["ids"]])
-                targets = torch.tensor(row["ids"][1:])
-                parts.append(_compare((hidden, head), (noisy, head), targets).kl)
-    _save(path, {"kl": torch.cat(parts)})
+def _noise(work: Work, head: Head, states: Mapping[Any, Tensor]) -> Tensor:
+    """Return the KL of the reference to itself under bf16 rounding and another batch shape."""
+    return torch.cat(
+        [
+            _compare(
+                (hidden, head), (states[row["id"]], head), torch.tensor(row["ids"][1:])
+            ).kl
+            for row, hidden in _reference_documents(work)
+            if row["id"] in states
+        ]
+    )
 
 
 def _reference_documents(work: Work) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -129,24 +172,46 @@ def _reference_documents(work: Work) -> Iterator[tuple[dict[str, Any], Tensor]]:
 
 
 def _measure_candidate(work: Work, reference_head: Head) -> None:
-    checkpoint = work.job.inputs["quantize"].path / "checkpoint"
-    model = load_candidate(checkpoint, compute_dtype(), activations=True)
+    quantized = work.job.inputs["quantize"]
+    runner = open_candidate(
+        quantized.path / "checkpoint",
+        work.job.inputs["adapt"].json("adaptation.json"),
+        compute_dtype(),
+    )
+    model = runner.model
     head = Head.of(model, work.vocabulary)
-    _run_task(work, model, "candidate")
-    for batch in _open_batches(work, "candidate"):
-        hidden = load_file(work.file("reference", batch))["hidden"]
-        reference, candidate = (hidden, reference_head), (last_hidden(model, batch.ids), head)
-        stats = _compare(reference, candidate, batch.targets)
-        _check_finite(stats, batch)
-        worst = _worst(work, batch, stats, reference, candidate)
-        write_json(work.file("worst", batch).with_suffix(".json"), worst)
-        weights_only = stats.kl
-        if any(hasattr(module, "input_scale") for module in model.modules()):
-            set_activation_quantization(model, False)
-            plain = (last_hidden(model, batch.ids), head)
-            weights_only = _compare(reference, plain, batch.targets).kl
-            set_activation_quantization(model, True)
-        _save(work.file("candidate", batch), {**asdict(stats), "kl_weights_only": weights_only})
+    _run_task(work, runner, "candidate")
+
+    def reference(batch: Batch) -> tuple[Tensor, Head]:
+        return load_file(work.file("reference", batch))["hidden"], reference_head
+
+    def as_served(batch: Batch) -> Callable[[], None]:
+        def run() -> None:
+            candidate = (last_hidden(model, batch.ids), head)
+            stats = _compare(reference(batch), candidate, batch.targets)
+            _check_finite(stats, batch)
+            worst = _worst(work, batch, stats, reference(batch), candidate)
+            write_json(work.file("worst", batch).with_suffix(".json"), worst)
+            if not runner.quantizes_inputs:
+                _save(work.file("weights", batch), {"kl_weights_only": stats.kl})
+            _save(work.file("candidate", batch), asdict(stats))
+            work.advance("candidate", batch)
+
+        return run
+
+    def weights_only(batch: Batch) -> Callable[[], None]:
+        def run() -> None:
+            with full_precision_activations():
+                candidate = (last_hidden(model, batch.ids), head)
+            stats = _compare(reference(batch), candidate, batch.targets)
+            _save(work.file("weights", batch), {"kl_weights_only": stats.kl})
+
+        return run
+
+    passes = [as_served(batch) for batch in work.open("candidate")]
+    if runner.quantizes_inputs:
+        passes += [weights_only(batch) for batch in work.open("weights")]
+    runner.run(passes, lambda done, total: work.job.progress("candidate", done, total, "layers"))
 
 
 def _check_finite(stats: TokenStats, batch: Batch) -> None:
@@ -213,26 +278,18 @@ def _compare(
         return compare((r.to(device), r_head), (c.to(device), c_head), targets.to(device))
 
 
-def _open_batches(work: Work, phase: str) -> Iterator[Batch]:
-    """Yield the batches that an earlier run left undone, reporting progress."""
-    done = 0
-    for batch in work.batches:
-        work.job.progress(phase, done, len(work.rows), "documents")
-        if not work.file(phase, batch).exists():
-            yield batch
-        done += len(batch.rows)
-    work.job.progress(phase, done, len(work.rows), "documents")
-
-
-def _run_task(work: Work, model: Any, side: str) -> None:
-    path = work.job.scratch / f"tasks-{side}.json"
+def _run_task(work: Work, runner: Runner, side: str) -> None:
+    path = work.tasks(side)
     if not work.items or path.exists():
+        return
+    if not runner.resident:
+        work.job.warn(f"HellaSwag, {side}: not run, the model does not fit in memory")
         return
     work.job.progress(f"HellaSwag, {side}", 0, len(work.items), "items")
     task = tasks.write_task(work.job.scratch, work.items)
     partial = path.with_suffix(".partial")
     own = _tokenizer(work.root)  # lm-eval may add a padding token to it
-    write_json(partial, tasks.evaluate(model, own, task))
+    write_json(partial, tasks.evaluate(runner.model, own, task))
     partial.replace(path)
     work.job.progress(f"HellaSwag, {side}", len(work.items), len(work.items), "items")
 
@@ -252,10 +309,9 @@ def _write(work: Work) -> None:
     measured = _measured(work)
     noise = load_file(work.job.scratch / "noise.safetensors")["kl"].double().numpy()
     metrics = summary.metrics(measured, noise, params.bootstrap, params.seed)
-    if work.items:
+    if all(work.tasks(side).exists() for side in ("source", "candidate")):
         source_items, candidate_items = (
-            json.loads((work.job.scratch / f"tasks-{side}.json").read_text())
-            for side in ("source", "candidate")
+            json.loads(work.tasks(side).read_text()) for side in ("source", "candidate")
         )
         paired = tasks.pair(source_items, candidate_items, params.bootstrap, params.seed)
         write_json(out / "tasks.json", paired)
@@ -276,7 +332,10 @@ def _write(work: Work) -> None:
 
 
 def _measured(work: Work) -> summary.Measured:
-    files = [load_file(work.file("candidate", batch)) for batch in work.batches]
+    files = [
+        load_file(work.file("candidate", batch)) | load_file(work.file("weights", batch))
+        for batch in work.batches
+    ]
     rows = [row for batch in work.batches for row in batch.rows]
     return summary.Measured(
         rows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +61,14 @@ def last_hidden(model: Any, documents: list[list[int]]) -> Tensor:
 @torch.inference_mode()
 def check_head(model: Any, head: Head, ids: list[int]) -> None:
     """Raise InputError where `head` does not give the model's own logits (softcap, scale, ...)."""
-    ids = ids[:16]
-    tokens = torch.tensor([ids], device=model.device)
-    own = model(input_ids=tokens, use_cache=False).logits[0, :-1, : head.vocabulary].float()
-    ours = head.logits(last_hidden(model, [ids]).to(model.device))
+    tokens = torch.tensor([ids[:16]], device=model.device)
+    states: list[Tensor] = []
+    hook = model.get_decoder().register_forward_hook(
+        lambda module, args, output: states.append(output.last_hidden_state)
+    )
+    own = model(input_ids=tokens, use_cache=False).logits[0, :, : head.vocabulary].float()
+    hook.remove()
+    ours = head.logits(states[0][0])
     error = (own - ours).abs().max() / own.abs().max().clamp_min(1e-6)
     tolerance = AGREEMENT if model.dtype == torch.float32 else 20 * AGREEMENT
     if not error < tolerance:
@@ -74,21 +79,28 @@ def check_head(model: Any, head: Head, ids: list[int]) -> None:
         )
 
 
-@contextmanager
-def bf16_noise(model: nn.Module) -> Iterator[None]:
-    """Round what every weighted module returns to bfloat16: the noise of serving in bf16."""
+_noisy: ContextVar[bool] = ContextVar("bf16 noise", default=False)
+
+
+def prepare_noise(model: nn.Module) -> None:
+    """Let `bf16_noise` reach what every module with weights returns."""
 
     def rounded(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         is_float = isinstance(output, Tensor) and output.is_floating_point()
-        return output.to(torch.bfloat16).to(output.dtype) if is_float else output
+        if not (_noisy.get() and is_float):
+            return output
+        return output.to(torch.bfloat16).to(output.dtype)
 
-    hooks = [
-        module.register_forward_hook(rounded)
-        for module in model.modules()
-        if next(module.parameters(recurse=False), None) is not None
-    ]
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_hook(rounded)
+
+
+@contextmanager
+def bf16_noise() -> Iterator[None]:
+    """Round the outputs of a prepared model's modules to bfloat16: the noise of serving in bf16."""
+    token = _noisy.set(True)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        _noisy.reset(token)

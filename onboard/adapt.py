@@ -1,4 +1,4 @@
-"""Stage `adapt`: every tensor's role, what becomes NVFP4 and why the rest does not.
+"""Stage `adapt`: every weight's role, what becomes NVFP4 and why the rest does not.
 
 It reads headers and config.json only, so that a wrong plan costs seconds, not hours.
 """
@@ -15,13 +15,26 @@ from typing import Any
 
 from onboard import source
 from onboard.architectures import LINEAR, QUANTIZABLE, Role
-from onboard.checkpoint.headers import Header, read_headers
+from onboard.checkpoint.formats import check_method, weights
+from onboard.checkpoint.headers import read_headers
 from onboard.errors import InputError
 from onboard.modelconfig import ModelConfig, read_config
 from onboard.pipeline import Job
 from onboard.recipe import Adapt
 from onboard.store import write_json
-from onboard.tensorplan import Plan, expert_container, is_unknown, module_of, plan, split_module
+from onboard.tensorplan import (
+    Plan,
+    expert_container,
+    is_unknown,
+    last_part,
+    module_of,
+    plan,
+    role_of,
+    split_module,
+)
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+LOOK_UPS = ("embed_tokens", "embed", "tok_emb")  # the copies that MTP layers hold
 
 
 def run(job: Job[Adapt]) -> None:
@@ -29,14 +42,16 @@ def run(job: Job[Adapt]) -> None:
 
     `groups` are modules that share `weight_scale_2` and `input_scale`, `ignore` the modules that
     the quantization config names as not quantized, `expected_share` the part of each role's
-    parameters that becomes NVFP4, `linear_parameters` those of all linear layers and experts.
+    parameters that becomes NVFP4, `linear_parameters` those of all linear layers and experts. The
+    tensors are weights by their own names and shapes, whatever stores them (`scheme`).
     """
     root = source.root(job.inputs["source"])
     config = read_config(root)
-    headers = read_headers(root)
     check_recipe(job.params)
-    check_complete(config, headers)
-    tensors = plan(config, headers, job.params)
+    check_method(config.raw)
+    held = weights(read_headers(root), config.raw)
+    check_complete(config, held)
+    tensors = plan(config, held, job.params)
     for warning in warnings(config, tensors, job.params):
         job.warn(warning)
     write_json(job.out / "adaptation.json", describe(config, tensors))
@@ -65,7 +80,7 @@ def ignored(config: ModelConfig, tensors: Plan) -> list[str]:
     An output head that is tied, and so absent, is named too: engines build one. Kept experts
     appear as their container, which is one module to an engine; MTP layers as one wildcard each.
     """
-    names = {"lm_head"}
+    names = {head_module(config)}
     for name, tensor in tensors.items():
         if tensor.role is Role.MTP:
             names.add(_mtp_wildcard(name))
@@ -95,7 +110,7 @@ def linear_parameters(config: ModelConfig, tensors: Plan) -> dict[str, int]:
     tied = is_tied(config, tensors)
     for name, tensor in tensors.items():
         is_linear = tensor.role in LINEAR and len(tensor.shape) >= 2
-        if not is_linear or (tensor.role is Role.HEAD and tied) or "embed_tokens" in name:
+        if not is_linear or (tensor.role is Role.HEAD and tied) or last_part(name) in LOOK_UPS:
             continue
         totals[tensor.role] += tensor.parameters
     return dict(sorted(totals.items()))
@@ -103,7 +118,14 @@ def linear_parameters(config: ModelConfig, tensors: Plan) -> dict[str, int]:
 
 def is_tied(config: ModelConfig, tensors: Iterable[str]) -> bool:
     """Whether the output head is the embedding; where the config is silent the file decides."""
-    return "lm_head.weight" not in tensors if config.tied is None else config.tied
+    return f"{head_module(config)}.weight" not in tensors if config.tied is None else config.tied
+
+
+def head_module(config: ModelConfig) -> str:
+    """Return the output head's module as the family's table names it, there or not."""
+    root = config.rules.roots.get(config.model_type, "")
+    heads = [row for row in config.rules.rows if row.role == Role.HEAD and not row.variables]
+    return module_of(heads[0].template.replace("{root}", root)) if heads else "lm_head"
 
 
 def describe(config: ModelConfig, tensors: Plan) -> dict[str, Any]:
@@ -121,6 +143,8 @@ def describe(config: ModelConfig, tensors: Plan) -> dict[str, Any]:
         "groups": groups(config, tensors),
         "ignore": ignored(config, tensors),
         "experts": experts(config, tensors),
+        "mtp": {"layers_announced": config.num_mtp_layers, "tensors": _num_mtp(tensors)},
+        "keeps_source_format": config.rules.keeps_source_format,
         "expected_share": expected_share(tensors, totals),
         "linear_parameters": sum(totals.values()),
         "linear_parameters_by_role": totals,
@@ -128,16 +152,21 @@ def describe(config: ModelConfig, tensors: Plan) -> dict[str, Any]:
 
 
 def experts(config: ModelConfig, tensors: Plan) -> dict[str, Any] | None:
-    """Return how routed experts are stored: one tensor each, or fused [E, ...] with its axes."""
+    """Return how routed experts are stored, None without any.
+
+    `layout` is "separate", one weight each, or "fused", [E, ...]; `fused` then holds the parts,
+    axes and interleaving of each fused weight by the last part of its name.
+    """
     names = [name for name, tensor in tensors.items() if tensor.role is Role.EXPERT]
     if not names:
         return None
-    fused = [name for name in names if len(tensors[name].shape) == 3]
+    rules = config.rules.fused_experts
+    fused = [n for n in names if len(tensors[n].shape) == 3 and last_part(n) in rules]
     if fused:
-        axes = dict(config.rules.fused_experts)
-        return {"layout": "fused", "count": tensors[fused[0]].shape[0], "axes": axes}
+        layouts = {last: asdict(rules[last]) for last in sorted({last_part(n) for n in fused})}
+        return {"layout": "fused", "count": tensors[fused[0]].shape[0], "fused": layouts}
     numbers = {match[1] for name in names if (match := re.search(r"\.experts\.(\d+)\.", name))}
-    return {"layout": "separate", "count": len(numbers), "axes": {}}
+    return {"layout": "separate", "count": len(numbers), "fused": {}}
 
 
 def metrics(config: ModelConfig, tensors: Plan) -> dict[str, float]:
@@ -148,7 +177,7 @@ def metrics(config: ModelConfig, tensors: Plan) -> dict[str, float]:
     return {
         "unknown_tensors": len(unknown),
         "source_tensors": len(tensors),
-        "mtp_tensors": sum(tensor.role is Role.MTP for tensor in tensors.values()),
+        "mtp_tensors": _num_mtp(tensors),
         "quantizable_parameters": quantizable,
         "linear_parameters": sum(totals.values()),
         "expected_share": quantizable / max(1, sum(totals.values())),
@@ -167,7 +196,7 @@ def warnings(config: ModelConfig, tensors: Plan, params: Adapt) -> list[str]:
     if narrow:
         said.append(f"{len(narrow)} tensors stay in high precision: {narrow[0]}: "
                     f"{tensors[narrow[0]].reason}")  # fmt: skip
-    if config.num_mtp_layers and not any(t.role is Role.MTP for t in tensors.values()):
+    if config.num_mtp_layers and not _num_mtp(tensors):
         said.append(
             f"config.json announces {config.num_mtp_layers} MTP layers, the checkpoint has none: "
             "an engine would draft with random weights"
@@ -178,7 +207,7 @@ def warnings(config: ModelConfig, tensors: Plan, params: Adapt) -> list[str]:
 def check_recipe(params: Adapt) -> None:
     """Raise InputError on a role that does not exist or cannot be quantized."""
     allowed = [role.value for role in QUANTIZABLE]
-    for role in params.quantize:
+    for role in params.quantize or ():
         if role not in allowed:
             near = difflib.get_close_matches(role, allowed, 1)
             hint = f"did you mean {near[0]}?" if near else None
@@ -187,19 +216,26 @@ def check_recipe(params: Adapt) -> None:
             )
 
 
-def check_complete(config: ModelConfig, headers: Mapping[str, Header]) -> None:
+def check_complete(config: ModelConfig, names: Iterable[str]) -> None:
     """Raise InputError where a layer or an untied output head is missing from the files."""
-    held = {int(m[1]) for name in headers if (m := re.search(r"(?:^|\.)layers\.(\d+)\.", name))}
-    missing = sorted(set(range(config.num_layers)) - held)
+    names = list(names)
+    layers = {match[1]: name for name in names if (match := re.search(_LAYER, name))
+              and role_of(config, name) is not Role.VISION}  # fmt: skip
+    missing = sorted(set(range(config.num_layers)) - set(map(int, layers)))
     if missing:
         raise InputError(
             f"config.json says num_hidden_layers = {config.num_layers}, but the checkpoint has no "
             f"tensor of layer {missing[0]}"
         )
-    if config.tied is False and "lm_head.weight" not in headers:
+    head = f"{head_module(config)}.weight"
+    if config.tied is False and head not in names:
         raise InputError(
-            "config.json says tie_word_embeddings = false, but the checkpoint has no lm_head.weight"
+            f"config.json says tie_word_embeddings = false, but the checkpoint has no {head}"
         )
+
+
+def _num_mtp(tensors: Plan) -> int:
+    return sum(tensor.role is Role.MTP for tensor in tensors.values())
 
 
 def _mtp_wildcard(name: str) -> str:

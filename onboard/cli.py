@@ -25,6 +25,17 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A recipe, a YAML file, a local directory, a config.json or a Hub id.",
+        show_default=False,
+    ),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key: adapt.quantize=[expert]."),
+]
 BundleDir = Annotated[Path, typer.Argument(help="A bundle directory.", show_default=False)]
 
 
@@ -91,6 +102,46 @@ def run(
     else:
         _print_verdict(result)
     raise typer.Exit(code)
+
+
+@app.command()
+def inspect(
+    model: Model,
+    assignments: Assignments = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the architecture file of an unknown model_type."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a model is, from config.json and tensor headers alone."""
+    from onboard.inspection import inspect as look
+    from onboard.lookup import find
+
+    facts = look(find(model, assignments or ()))
+    if write is not None:
+        _write_new(write, facts.get("architecture"))
+    if as_json:
+        _print_json(facts)
+    else:
+        from onboard.display import inspection
+
+        print(inspection(facts))
+
+
+@app.command()
+def plan(model: Model, assignments: Assignments = None, as_json: Json = False) -> None:
+    """Say what a run would read, write and take, and what serves the result; write nothing."""
+    from onboard.lookup import find
+    from onboard.planning import plan as look_ahead
+
+    facts = look_ahead(find(model, assignments or ()))
+    if as_json:
+        _print_json(facts)
+    else:
+        from onboard.display import plan as show
+
+        print(show(facts))
 
 
 @app.command()
@@ -216,6 +267,16 @@ def _print_verdict(result: dict[str, Any]) -> None:
     print(f"verdict  {result['verdict']}")
     print(f"report   {result['report']}")
     print(f"bundle   {result['bundle'] or 'none: a gate failed'}")
+
+
+def _write_new(path: Path, text: str | None) -> None:
+    if text is None:
+        raise typer.BadParameter(
+            "--write: only a model of unknown type, with headers, needs a file"
+        )
+    if path.exists():
+        raise typer.BadParameter(f"--write: {path} is there already")
+    path.write_text(text)
 
 
 def _reasons(items: list[str]) -> dict[str, str]:

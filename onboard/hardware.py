@@ -21,10 +21,25 @@ def describe() -> dict[str, str | int]:
         "device": device_kind(),
         "machine": platform.machine(),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def cores() -> int:
+    """Return how many processor cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def device_memory() -> int:
+    """Return the bytes of memory that are free on the device that models run on."""
+    if device_kind() == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(ln.split()[1]) for ln in lines if ln.startswith("MemAvailable")) * 1024
 
 
 def _processor() -> str:

@@ -71,8 +71,8 @@ class AdaptGates(Section):
 class Adapt(Section):
     """Which tensors play which role, and which are quantized."""
 
-    quantize: tuple[str, ...] = ("attention", "mlp", "expert", "shared_expert")  # roles
-    keep: tuple[str, ...] = ()  # fnmatch patterns of tensor names that stay in high precision
+    quantize: tuple[str, ...] | None = None  # roles; null: those of the family's published NVFP4
+    keep: tuple[str, ...] = ()  # fnmatch patterns of names that stay, beside the family's own
     gates: AdaptGates = AdaptGates()
 
 
@@ -135,6 +135,7 @@ class Quantize(Section):
     rounding: Literal["rtn", "sweep"] = "sweep"
     activations: Literal["nvfp4", "none"] = "nvfp4"  # W4A4 or W4A16
     shard_bytes: int = Field(4 * 2**30, ge=2**20)
+    workers: int | None = Field(None, ge=1)  # shards written at once; null: one a core
     gates: QuantizeGates = QuantizeGates()
 
 
@@ -260,7 +261,7 @@ def listing() -> list[dict[str, Any]]:
             "summary": recipe.summary,
             "model": recipe.source.model,
             "default": recipe.name == DEFAULT,
-            "quantizes": list(recipe.adapt.quantize),
+            "quantizes": list(recipe.adapt.quantize or ()),  # empty: as the family's file says
             "engine": recipe.smoke.engine,
             "engine_minimum": recipe.smoke.engine_minimum,
             "gates": {

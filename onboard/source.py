@@ -20,6 +20,7 @@ import yaml
 
 from onboard import recipe
 from onboard.checkpoint import gguf, hub
+from onboard.checkpoint.formats import quantization
 from onboard.checkpoint.headers import (
     INDEX,
     SINGLE,
@@ -125,6 +126,7 @@ def check_config(folder: Path, params: recipe.Source) -> None:
         raise InputError(
             f"{params.model}: {nvfp4} says that the weights are NVFP4 already; expected the "
             "checkpoint it was made from",
+            "set source.model to its base_model (in the model card): bf16, FP8, INT4 or MXFP4",
         )
 
 
@@ -139,7 +141,7 @@ def remote_code(folder: Path) -> str | None:
 def _already_nvfp4(folder: Path) -> str | None:
     described = {
         "hf_quant_config.json": _read(folder, "hf_quant_config.json"),
-        "config.json": _read(folder, "config.json").get("quantization_config"),
+        "config.json": quantization(_read(folder, "config.json")),
     }
     return next(
         (name for name, table in described.items() if "nvfp4" in json.dumps(table).lower()), None
@@ -221,6 +223,11 @@ def _package(job: Job[recipe.Source]) -> Location:
 
 def _text(field: str | list[str] | None) -> str | None:
     return field if isinstance(field, str) else None
+
+
+def packaged(model: str) -> Path:
+    """Return the file of `package:MODULE/FILE`; raises where it is not installed."""
+    return _packaged(model)[0]
 
 
 def _packaged(model: str) -> tuple[Path, str]:

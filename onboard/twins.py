@@ -21,6 +21,7 @@ COMMON: dict[str, Any] = {
     "intermediate_size": 128,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
+    "routed_expert_hidden_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -56,14 +57,36 @@ def shrink(config: Mapping[str, Any], vocab_size: int | None = None) -> dict[str
     mtp = num_mtp_layers(rules, real)
     for table in (small, text):
         for key, value in list(table.items()):
-            if isinstance(value, list) and len(value) in (layers, layers + mtp) and layers > 2:
+            per_layer = isinstance(value, list) or (
+                isinstance(value, str) and key.endswith("_pattern")  # a letter per layer
+            )
+            if per_layer and len(value) in (layers, layers + mtp) and layers > 2:
                 table[key] = value[:kept] + value[layers:]
             elif key in COMMON and isinstance(value, int):
                 table[key] = min(value, COMMON[key])
     text["num_hidden_layers"] = kept
-    if vocab_size is not None:
-        text["vocab_size"] = vocab_size
-    return _lay_over(small, text, rules.small, kept)
+    small = _lay_over(small, text, rules.small, kept)
+    return small if vocab_size is None else with_vocabulary(small, vocab_size)
+
+
+def with_vocabulary(config: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """Return a config whose vocabulary is `tokens` long; ids of special tokens stay inside it."""
+    changed = copy.deepcopy(dict(config))
+    rules = families()[by_model_type()[config["model_type"]]]
+    for table in (changed, changed.get(rules.text_config, {})):
+        for key, value in table.items():
+            if key in ("vocab_size", "vocab_size_per_layer_input"):
+                table[key] = tokens
+            elif key.endswith("_token_id"):
+                table[key] = _inside(value, tokens)
+    return changed
+
+
+def _inside(ids: Any, tokens: int) -> Any:
+    """Return special token ids moved below `tokens`, apart from each other."""
+    if isinstance(ids, list):
+        return [_inside(i, tokens) for i in ids]
+    return ids % tokens if isinstance(ids, int) and ids >= tokens else ids
 
 
 def _layers_needed(rules: Architecture, config: Mapping[str, Any], layers: int) -> int:
@@ -104,7 +127,7 @@ def _lay_over(
         path = key.split(".")
         table = small if path[0] in small and path[0] not in text else text
         for part in path[:-1]:
-            table = table[part]
+            table = table.get(part) or {}  # a text-only config has no vision_config
         table[path[-1]] = value
     return small
 
@@ -112,12 +135,15 @@ def _lay_over(
 def write(
     config: Mapping[str, Any], folder: Path, seed: int = 0, tensors: Iterable[Tensor] | None = None
 ) -> Path:
-    """Write a random bf16 checkpoint with this config's names and shapes into `folder`.
+    """Write a random checkpoint with this config's names and shapes into `folder`.
 
-    Norms are ones, biases small, matrices normal with a spread that keeps the outputs peaked.
+    It is in the format that the config declares, bf16 without one. Norms are ones, biases small,
+    matrices normal with a spread that keeps the outputs peaked.
     """
     import torch
     from safetensors.torch import save_file
+
+    from onboard.checkpoint.encode import encode
 
     rules = families()[by_model_type()[config["model_type"]]]
     generator = torch.Generator().manual_seed(seed)
@@ -128,6 +154,6 @@ def write(
             values = torch.ones(tensor.shape)
         state[tensor.name] = values.to(torch.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(encode(state, config), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return folder

@@ -7,23 +7,21 @@ tokens that reached each matrix.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from onboard.checkpoint.models import compute_dtype, load_reference
+from onboard.checkpoint import taps
+from onboard.checkpoint.matrices import EXPERT, Matrix, range_groups, scale_groups
+from onboard.checkpoint.models import Runner, compute_dtype, open_reference
 from onboard.errors import InputError
 from onboard.hardware import device_kind
 from onboard.pipeline import Job
-from onboard.quantize.plan import EXPERT, Matrix, range_groups, scale_groups
 from onboard.recipe import Calibrate
 from onboard.source import root
 from onboard.store import write_json
@@ -35,7 +33,8 @@ SHRINKAGE_TOKENS = 64  # weight of the layer's mean second moment in an expert's
 def run(job: Job[Calibrate]) -> None:
     """Write `activations.safetensors` (`<module>.amax` f32 [], `<module>.second_moment` f32 [in]).
 
-    Raises InputError where there is no calibration document.
+    The source is read once, a layer at a time. Raises InputError where there is no calibration
+    document.
     """
     documents = [row["ids"] for row in job.inputs["data"].lines("calibration.jsonl")]
     if not documents:
@@ -45,30 +44,43 @@ def run(job: Job[Calibrate]) -> None:
         )
     groups = scale_groups(job.inputs["adapt"].json("adaptation.json"))
     ranges = range_groups(groups)
-    modules = [matrix.module for group in groups for matrix in group]
-    model = load_reference(root(job.inputs["source"]), compute_dtype())
-    amax, moments = measure(model, modules, _batches(documents, job))
-    settle_ranges(amax, ranges, moments, job)
+    matrices = [matrix for group in groups for matrix in group]
+    runner = open_reference(root(job.inputs["source"]), compute_dtype(), resident=False)
+    seen = measure(runner, matrices, _batches(documents, job.params.batch_size), job.progress)
+    amax = {name: one.amax for name, one in seen.items() if one.amax is not None}
+    settle_ranges(amax, ranges, seen, job)
     tensors = {f"{name}.amax": value for name, value in amax.items()}
-    second = shrunk_moments(moments, ranges)
+    second = shrunk_moments(seen, ranges)
     tensors |= {f"{name}.second_moment": value for name, value in second.items()}
     save_file(dict(sorted(tensors.items())), job.out / "activations.safetensors")
-    write_json(job.out / "tokens.json", {name: m.tokens for name, m in moments.items()})
-    write_json(job.out / "metrics.json", _metrics(moments))
+    write_json(job.out / "tokens.json", {name: one.tokens for name, one in seen.items()})
+    write_json(job.out / "metrics.json", _metrics(seen))
 
 
-class Moments:
-    """Sum of x_j^2 over tokens, f64 [in], and their number."""
+class Inputs:
+    """What entered one place: ModelOpt's running maximum, the sum of x_j^2 f64 [in], tokens."""
 
     def __init__(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from modelopt.torch.quantization.calib import MaxCalibrator
+        self._range = MaxCalibrator(num_bits=(2, 1), axis=None, unsigned=False)
         self.total: Tensor | None = None
         self.tokens = 0
 
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        x = args[0].flatten(0, -2)
-        squares = x.float().square().sum(0).double()
+    def collect(self, x: Tensor) -> None:
+        """Add activations [..., in]."""
+        self._range.collect(x)
+        rows = x.flatten(0, -2)
+        squares = rows.float().square().sum(0).double()
         self.total = squares if self.total is None else self.total + squares
-        self.tokens += len(x)
+        self.tokens += len(rows)
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The largest magnitude, f32 [] on the CPU; None where nothing was seen."""
+        found = self._range.compute_amax()
+        return None if found is None else found.detach().float().cpu().reshape(())
 
     @property
     def mean(self) -> Tensor:
@@ -77,45 +89,33 @@ class Moments:
 
 
 def measure(
-    model: Any, modules: Sequence[str], batches: Iterable[Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Moments]]:
-    """Run the batches [documents, tokens] once; return amax (where seen) and moments per module."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import modelopt.torch.quantization as mtq
+    runner: Runner,
+    matrices: Sequence[Matrix],
+    batches: Sequence[Tensor],
+    progress: Callable[[str, int, int, str], None] = lambda what, done, total, unit: None,
+) -> dict[str, Inputs]:
+    """Push the batches [documents, tokens] through the model; return what entered, by module."""
+    places = taps.points(runner.skeleton, matrices)
+    seen = {point: Inputs() for point in places}
+    taps.attach(runner.model, places, lambda point, x: seen[point].collect(x))
 
-    by_name = dict(model.named_modules())
-    if absent := [name for name in modules if name not in by_name]:
-        raise InputError(f"calibrate: the model has no module {absent[0]} ({len(absent)} absent)")
-    moments = {name: Moments() for name in modules}
-    handles = [by_name[name].register_forward_pre_hook(moments[name]) for name in modules]
-    with torch.inference_mode(), contextlib.redirect_stdout(io.StringIO()):
-        mtq.quantize(model, _ranges_only(modules), lambda m: [m(batch) for batch in batches])
-    for handle in handles:
-        handle.remove()
-    by_name = dict(model.named_modules())
-    found = {name: by_name[name].input_quantizer.amax for name in modules}
-    amax = {name: v.detach().float().reshape(()) for name, v in found.items() if v is not None}
-    return amax, moments
+    def forward(batch: Tensor) -> Callable[[], None]:
+        def run() -> None:
+            runner.model(batch.to(device_kind()), use_cache=False, logits_to_keep=1)
 
+        return run
 
-def _ranges_only(modules: Sequence[str]) -> dict[str, Any]:
-    """Return a ModelOpt config that watches the input of exactly these modules."""
-    nvfp4 = {
-        "num_bits": (2, 1),
-        "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)},
-    }
-    watched = [
-        {"quantizer_name": f"{name}.input_quantizer", "cfg": nvfp4, "enable": True}
-        for name in modules
-    ]
-    return {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *watched], "algorithm": "max"}
+    runner.run(
+        [forward(batch) for batch in batches],
+        lambda done, total: progress("activations", done, total, "layers"),
+    )
+    return {matrix.module: seen[point] for point, held in places.items() for matrix in held}
 
 
 def settle_ranges(
     amax: dict[str, Tensor],
     ranges: Sequence[Sequence[Matrix]],
-    moments: Mapping[str, Moments],
+    moments: Mapping[str, Inputs],
     job: Job[Calibrate],
 ) -> None:
     """Give every matrix of a range group the group's largest amax, in place.
@@ -145,7 +145,7 @@ def settle_ranges(
 
 
 def shrunk_moments(
-    moments: Mapping[str, Moments], ranges: Sequence[Sequence[Matrix]]
+    moments: Mapping[str, Inputs], ranges: Sequence[Sequence[Matrix]]
 ) -> dict[str, Tensor]:
     """Return E[x_j^2] f32 [in] per module; an expert's is shrunk towards its layer's mean.
 
@@ -162,7 +162,7 @@ def shrunk_moments(
     return result
 
 
-def _shrink(alike: Sequence[Matrix], moments: Mapping[str, Moments]) -> dict[str, Tensor]:
+def _shrink(alike: Sequence[Matrix], moments: Mapping[str, Inputs]) -> dict[str, Tensor]:
     seen = [m for matrix in alike if (m := moments[matrix.module]).total is not None]
     if not seen:
         return {m.module: torch.ones(m.shape[1]) for m in alike}
@@ -178,20 +178,16 @@ def _shrink(alike: Sequence[Matrix], moments: Mapping[str, Moments]) -> dict[str
     return result
 
 
-def _batches(documents: Sequence[Sequence[int]], job: Job[Calibrate]) -> Iterator[Tensor]:
-    """Yield [n, length] ids of equally long documents: padding would count as activations."""
-    done = 0
-    ordered = sorted(documents, key=len)
-    for _, alike in itertools.groupby(ordered, key=len):
+def _batches(documents: Sequence[Sequence[int]], size: int) -> list[Tensor]:
+    """Return [n, length] ids of equally long documents: padding would count as activations."""
+    batches = []
+    for _, alike in itertools.groupby(sorted(documents, key=len), key=len):
         rows = list(alike)
-        for first in range(0, len(rows), job.params.batch_size):
-            part = rows[first : first + job.params.batch_size]
-            yield torch.tensor(part, device=device_kind())
-            done += len(part)
-            job.progress("activations", done, len(documents), "documents")
+        batches += [torch.tensor(rows[i : i + size]) for i in range(0, len(rows), size)]
+    return batches
 
 
-def _metrics(moments: Mapping[str, Moments]) -> dict[str, float]:
+def _metrics(moments: Mapping[str, Inputs]) -> dict[str, float]:
     silent = [name for name, m in moments.items() if not m.tokens]
     experts = [name for name in silent if EXPERT.match(name)]
     return {

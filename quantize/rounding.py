@@ -19,52 +19,75 @@ TARGETS = (6.0, 4.0, 4.5, 5.0, 5.5, 7.0, 8.0)  # what a block's amax is mapped t
 SWEEP_SCALE_MAX = 256.0  # leaves room for amax -> 4: 256 * 6/4 = 384 <= 448
 
 
+CHUNK = 2**17  # weights that a CPU rounds at a time: about what its cache holds
+
+
 @dataclass(frozen=True)
 class Packed:
-    """One matrix as stored: u8 [out, in/2], E4M3 [out, in/16], f32 []."""
+    """Rows of a matrix as stored, u8 [out, in/2] and E4M3 [out, in/16], and their squared sums.
+
+    `error` is |W - Q(W)|^2, `norm` is |W|^2.
+    """
 
     weight: Tensor
     weight_scale: Tensor
-    weight_scale_2: Tensor
+    error: float
+    norm: float
 
 
-def shared_scale(weights: Sequence[Tensor], rounding: str) -> Tensor:
-    """Return the one `weight_scale_2` f32 [] of matrices that an engine fuses."""
-    amax = torch.stack([weight.abs().amax().float() for weight in weights]).amax()
+def shared_scale(amax: Tensor, rounding: str) -> Tensor:
+    """Return the one `weight_scale_2` f32 [] of matrices with weights up to `amax` f32 []."""
     if amax == 0:
         amax = torch.ones_like(amax)  # all-zero weights: any positive scale stores them exactly
     return nvfp4.tensor_scale(amax, SWEEP_SCALE_MAX if rounding == "sweep" else nvfp4.E4M3_MAX)
 
 
-def round_weight(weight: Tensor, scale_2: Tensor, rounding: str, second_moment: Tensor) -> Packed:
+def round_rows(weight: Tensor, scale_2: Tensor, rounding: str, second_moment: Tensor) -> Packed:
     """Round [out, in] with "rtn" or "sweep"; `second_moment` is f32 [in], E[x_j^2]."""
-    amax = nvfp4.block_amax(weight)
+    rows = len(weight) if weight.is_cuda else max(1, CHUNK // weight.shape[-1])
+    parts = [_round(part, scale_2, rounding, second_moment) for part in weight.split(rows)]
+    return Packed(
+        torch.cat([part.weight for part in parts]),
+        torch.cat([part.weight_scale for part in parts]),
+        sum(part.error for part in parts),
+        sum(part.norm for part in parts),
+    )
+
+
+def _round(weight: Tensor, scale_2: Tensor, rounding: str, second_moment: Tensor) -> Packed:
+    exact = weight.float() + 0.0  # -0.0 becomes +0, as in ModelOpt
+    values = nvfp4.blocks(exact)
+    amax = values.abs().amax(-1)
     if rounding == "rtn":
         scale = nvfp4.block_scale(amax, scale_2)
     else:
-        scale = sweep(weight, amax, scale_2, second_moment)
-    return Packed(nvfp4.quantize(weight, scale, scale_2), scale, scale_2)
+        scale = sweep(values, amax, scale_2, second_moment)
+    step = (scale.float() * scale_2).unsqueeze(-1)
+    quotient = values / step
+    error = nvfp4.round_to_e2m1(quotient).mul_(step).sub_(values)
+    packed = nvfp4.pack(nvfp4.codes(quotient).flatten(-2))
+    return Packed(packed, scale, _squared(error), _squared(values))
 
 
-def sweep(weight: Tensor, amax: Tensor, scale_2: Tensor, second_moment: Tensor) -> Tensor:
-    """Return the E4M3 block scales [out, in/16] with the least weighted squared error."""
-    blocks = nvfp4.blocks(weight.float())
+def sweep(blocks: Tensor, amax: Tensor, scale_2: Tensor, second_moment: Tensor) -> Tensor:
+    """Return the E4M3 block scales [out, in/16] with the least weighted squared error.
+
+    `blocks` f32 [out, in/16, 16], `amax` their maxima.
+    """
     importance = nvfp4.blocks(second_moment)
-    best_scale = torch.empty_like(amax, dtype=torch.float8_e4m3fn)
+    best_scale = torch.empty_like(amax)
     best_error = torch.full_like(amax, torch.inf)
     for target in TARGETS:
-        scale = nvfp4.block_scale(amax * (nvfp4.E2M1_MAX / target), scale_2)
-        step = (scale.float() * scale_2).unsqueeze(-1)
+        scale = nvfp4.block_scale(amax * (nvfp4.E2M1_MAX / target), scale_2).float()
+        step = (scale * scale_2).unsqueeze(-1)
         rounded = nvfp4.round_to_e2m1(blocks / step).mul_(step)
         error = rounded.sub_(blocks).square_().mul_(importance).sum(-1)
         better = error < best_error
-        best_scale = torch.where(better, scale.float(), best_scale.float()).to(scale.dtype)
+        best_scale = torch.where(better, scale, best_scale)
         best_error = torch.where(better, error, best_error)
-    return best_scale
+    return best_scale.to(torch.float8_e4m3fn)
 
 
-def relative_error(weight: Tensor, packed: Packed) -> float:
-    """Return |W - Q(W)| / |W| in the Frobenius norm (0 for an all-zero matrix)."""
-    stored = nvfp4.dequantize(packed.weight, packed.weight_scale, packed.weight_scale_2)
-    norm = weight.float().norm()
-    return float((stored - weight.float()).norm() / norm) if norm > 0 else 0.0
+def _squared(x: Tensor) -> float:
+    flat = x.flatten()
+    return float(flat.dot(flat))

@@ -7,8 +7,8 @@ A matrix that is quantized becomes `weight` u8, `weight_scale` E4M3, `weight_sca
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,16 @@ from onboard.checkpoint.writer import (
     tensor_bytes,
     write,
 )
-from onboard.hardware import device_kind
+from onboard.hardware import cores, device_kind
 from onboard.pipeline import Job
 from onboard.quantize import config, rounding
-from onboard.quantize.plan import Group, Matrix, scale_groups
+from onboard.checkpoint.matrices import Group, Matrix, scale_groups
 from onboard.recipe import Quantize
 from onboard.source import root
 from onboard.store import write_json
+
+SLICE_WEIGHTS = 2**23  # weights read at a time
+HELD_WEIGHTS = 2**25  # groups up to this are read once; larger ones twice, for amax and to round
 
 
 def run(job: Job[Quantize]) -> None:
@@ -50,6 +53,7 @@ def run(job: Job[Quantize]) -> None:
         job.scratch,
         job.params.shard_bytes,
         lambda done, total: job.progress("writing", done >> 20, total >> 20, "MiB"),
+        workers=job.params.workers or cores(),
     )
     checkpoint = job.out / "checkpoint"
     checkpoint.mkdir()
@@ -89,11 +93,11 @@ def plan_units(
         by_tensor[group[0].tensor].append(group)
     members = {matrix.tensor for tensor in by_tensor for g in by_tensor[tensor] for matrix in g}
     units: list[Unit] = []
-    for name, header in source.headers.items():
+    for name in source.weights:
         if name in by_tensor:
             units += [_quantized(source, g, activations, params) for g in by_tensor[name]]
         elif name not in members:
-            units.append(_copied(source, header))
+            units.append(_copied(source, source.headers[name]))
     return units
 
 
@@ -108,23 +112,38 @@ def _quantized(source: Reader, group: Group, activations: Activations, params: Q
     specs = tuple(spec for matrix in group for spec in _specs(matrix, params))
 
     def make(notes: dict[str, Any]) -> Iterable[Chunks]:
-        weights = [_load(source, matrix) for matrix in group]
-        scale_2 = rounding.shared_scale(weights, params.rounding)
-        for matrix, weight in zip(group, weights, strict=True):
-            moment = activations.second_moment(matrix.module).to(weight.device)
-            packed = rounding.round_weight(weight, scale_2, params.rounding, moment)
-            notes[matrix.module] = {
-                "role": matrix.role,
-                "shape": list(matrix.shape),
-                "relative_error": round(rounding.relative_error(weight, packed), 6),
-            }
-            yield tensor_bytes(packed.weight)
-            yield tensor_bytes(packed.weight_scale)
-            yield tensor_bytes(packed.weight_scale_2)
+        weights = _Weights(source, group)
+        scale_2 = rounding.shared_scale(weights.amax(), params.rounding)
+        for matrix in group:
+            moment = activations.second_moment(matrix.module).to(scale_2.device)
+            scales: list[Tensor] = []
+            note: dict[str, Any] = {"role": matrix.role, "shape": list(matrix.shape)}
+            notes[matrix.module] = note
+            yield _round(weights.slices(matrix), scale_2, params.rounding, moment, scales, note)
+            yield tensor_bytes(torch.cat(scales))
+            yield tensor_bytes(scale_2)
             if params.activations == "nvfp4":
                 yield tensor_bytes(activations.input_scale(matrix.module))
 
     return Unit(specs, make)
+
+
+def _round(
+    slices: Iterable[Tensor],
+    scale_2: Tensor,
+    method: str,
+    moment: Tensor,
+    scales: list[Tensor],
+    note: dict[str, Any],
+) -> Chunks:
+    """Yield the packed rows; when they are through, `scales` and `note` are complete."""
+    error = norm = 0.0
+    for rows in slices:
+        packed = rounding.round_rows(rows, scale_2, method, moment)
+        scales.append(packed.weight_scale)
+        error, norm = error + packed.error, norm + packed.norm
+        yield from tensor_bytes(packed.weight)
+    note["relative_error"] = round((error / norm) ** 0.5, 6) if norm else 0.0
 
 
 def _specs(matrix: Matrix, params: Quantize) -> list[Spec]:
@@ -139,11 +158,38 @@ def _specs(matrix: Matrix, params: Quantize) -> list[Spec]:
     return specs
 
 
-def _load(source: Reader, matrix: Matrix) -> Tensor:
-    """Return one matrix [out, in] on the compute device, checked for NaN and Inf."""
-    weight = source.rows(matrix.tensor, matrix.expert, matrix.first_row, matrix.shape[0])
-    check_finite(source.headers[matrix.tensor], weight)
-    return weight.to(device_kind())
+class _Weights:
+    """The matrices of a group, read in slices of rows; small groups are read once and kept."""
+
+    def __init__(self, source: Reader, group: Group) -> None:
+        self.source, self.group = source, group
+        keep = sum(matrix.parameters for matrix in group) <= HELD_WEIGHTS
+        self.held = {matrix.module: list(self._read(matrix)) for matrix in group} if keep else {}
+
+    def slices(self, matrix: Matrix) -> Iterable[Tensor]:
+        """Return [rows, in] on the compute device, in order."""
+        return self.held.get(matrix.module) or self._read(matrix)
+
+    def amax(self) -> Tensor:
+        """Return the largest magnitude of all, f32 []; raises InputError on NaN and Inf."""
+        largest = torch.zeros(())
+        for matrix in self.group:
+            for rows in self.slices(matrix):
+                amax = rows.abs().amax().float()
+                check_finite(self.source.headers[matrix.tensor], amax)
+                largest = torch.maximum(largest.to(amax.device), amax)
+        return largest
+
+    def _read(self, matrix: Matrix) -> Iterator[Tensor]:
+        step = max(1, SLICE_WEIGHTS // matrix.shape[1])
+        for first in range(0, matrix.shape[0], step):
+            part = replace(
+                matrix,
+                first=matrix.first + first * matrix.step,
+                shape=(min(step, matrix.shape[0] - first), matrix.shape[1]),
+            )
+            rows = self.source.rows(part.tensor, part.expert, part.outputs, part.transposed)
+            yield rows.to(device_kind())
 
 
 def metrics(

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from onboard.checkpoint.models import (
     compute_dtype,
+    full_precision_activations,
     load_candidate,
     load_reference,
-    set_activation_quantization,
 )
 from onboard.errors import InputError
 from onboard.evals.loops import WORD_RUN, cycle, find_loop, runs
@@ -114,12 +114,9 @@ def batch_invariance_error(model: Any, prompts: Sequence[Sequence[int]]) -> floa
     Measured with full-precision activations: rounding them to 4 bits turns the last bits that a
     batch shape changes into whole steps, which `stored_state_error` shows.
     """
-    quantized = any(getattr(module, "quantizes_input", False) for module in model.modules())
-    set_activation_quantization(model, False)
-    answers = answer(model, prompts, (), CHECKED_TOKENS)
-    error = max(state_error(model, document_of(given)) for given in answers)
-    set_activation_quantization(model, quantized)
-    return error
+    with full_precision_activations():
+        answers = answer(model, prompts, (), CHECKED_TOKENS)
+        return max(state_error(model, document_of(given)) for given in answers)
 
 
 def state_error(model: Any, document: Document) -> float:
@@ -138,7 +135,10 @@ def state_error(model: Any, document: Document) -> float:
 def _target(job: Job[Features], source: Path) -> Any:
     if job.params.target == "source":
         return load_reference(source, compute_dtype())
-    return load_candidate(job.inputs["quantize"].path / "checkpoint", compute_dtype())
+    adaptation = job.inputs["adapt"].json("adaptation.json")
+    return load_candidate(
+        job.inputs["quantize"].path / "checkpoint", adaptation, compute_dtype()
+    )
 
 
 def _keep(record: Path, prompts: Sequence[Any], answers: Sequence[Answer], tokenizer: Any) -> None:

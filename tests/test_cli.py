@@ -71,6 +71,7 @@ def test_an_interrupted_run_is_exit_130(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background
     )
     while not list(tmp_path.glob("runs/*/events.jsonl")) and process.poll() is None:
         time.sleep(0.05)

@@ -84,6 +84,9 @@ class Architecture:
     patterns of names that stay in high precision nevertheless. `siblings` are projections that
     engines fuse into one matrix: they share `weight_scale_2` and `input_scale`.
 
+    `keeps_source_format`: tensors that stay are copied in the source's own format, because the
+    engine reads both; otherwise they are written as bf16.
+
     `cache` is an expression for the bytes that one token keeps in layer `layer` of an FP8 KV cache.
     `small` overrides what a rehearsal's twin takes from the config (see `onboard.twins`).
     """
@@ -102,6 +105,7 @@ class Architecture:
         ("gate_proj", "up_proj"),
     )
     fused_experts: Mapping[str, Fused] = field(default_factory=dict)
+    keeps_source_format: bool = False
     experts_per_token: str = "num_experts_per_tok"
     mtp_layers: str = "num_nextn_predict_layers"
     cache: str = "2 * num_key_value_heads * head_dim"

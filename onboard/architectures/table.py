@@ -149,6 +149,8 @@ def _tensors(
 ) -> Iterator[Tensor]:
     outer = [v for v in row.variables if v in LAYERS][:1]
     inner = [v for v in row.variables if v not in LAYERS]
+    if not all(spans[v] for v in inner):
+        return  # such as the blocks of a vision tower that a text-only config lacks
     for layer in spans[outer[0]] if outer else (None,):
         seen = {**names, "layer": layer}
         if row.condition and not evaluate(row.condition, seen, f"layers of {row.template}"):

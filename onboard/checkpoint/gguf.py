@@ -35,6 +35,36 @@ def convert(gguf: Path, dest: Path, progress: Progress = lambda done, total: Non
         path.chmod(0o644)
 
 
+# GGUF's words for the keys of a config.json; "{}" is its name of the architecture.
+_KEYS = {
+    "{}.embedding_length": "hidden_size",
+    "{}.block_count": "num_hidden_layers",
+    "{}.feed_forward_length": "intermediate_size",
+    "{}.attention.head_count": "num_attention_heads",
+    "{}.attention.head_count_kv": "num_key_value_heads",
+    "{}.attention.key_length": "head_dim",
+    "{}.attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "{}.context_length": "max_position_embeddings",
+    "{}.rope.freq_base": "rope_theta",
+}
+
+
+def describe(gguf: Path) -> dict[str, Any]:
+    """Return the main keys of the config.json that `convert` would write, from metadata alone."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf)
+    named = reader.fields["general.architecture"].contents()
+    config: dict[str, Any] = {"model_type": named}
+    for field, key in _KEYS.items():
+        if (held := reader.fields.get(field.format(named))) is not None:
+            config[key] = held.contents()
+    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
+    config["vocab_size"] = int(shapes["token_embd.weight"][1])  # GGUF puts the inputs first
+    config["tie_word_embeddings"] = "output.weight" not in shapes
+    return config
+
+
 @contextlib.contextmanager
 def _bars(progress: Progress) -> Iterator[None]:
     """Report the tensors to `progress` in place of the bars that transformers draws."""

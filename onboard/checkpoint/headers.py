@@ -33,6 +33,7 @@ BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
+LENGTH = 8  # bytes at the start of a file that give the length of its header
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 
 
@@ -63,15 +64,19 @@ def read_headers(root: Path) -> dict[str, Header]:
     Raises InputError where the index and the shards disagree, a shard is missing or truncated,
     a tensor is in two shards, or a path leads out of `root` (and out of its Hub cache's blobs).
     """
-    index = read_index(root)
+    found = (header for shard in shards(root) for header in read_shard(root, shard))
+    return collect(str(root), read_index(root), found)
+
+
+def collect(where: str, index: Mapping[str, str], found: Iterable[Header]) -> dict[str, Header]:
+    """Return headers by name; raises InputError where they and the index disagree."""
     headers: dict[str, Header] = {}
-    for shard in shards(root):
-        for header in read_shard(root, shard):
-            if header.name in headers:
-                first = headers[header.name].shard
-                raise InputError(f"{root}: tensor {header.name} is in {first} and in {shard}")
-            headers[header.name] = header
-    _compare(root, index, headers)
+    for header in found:
+        if header.name in headers:
+            first = headers[header.name].shard
+            raise InputError(f"{where}: tensor {header.name} is in {first} and in {header.shard}")
+        headers[header.name] = header
+    _compare(where, index, headers)
     return headers
 
 
@@ -108,16 +113,21 @@ def read_index(root: Path) -> dict[str, str]:
     path = root / INDEX
     if not path.exists():
         return {}
+    return parse_index(contained(root, INDEX).read_bytes(), str(path))
+
+
+def parse_index(data: bytes, where: str) -> dict[str, str]:
+    """Return tensor -> shard of an index file's content; `where` names the file in errors."""
     try:
-        table = json.loads(contained(root, INDEX).read_text())["weight_map"]
+        table = json.loads(data)["weight_map"]
     except (ValueError, KeyError, TypeError) as e:
-        raise InputError(f"{path}: expected JSON with a weight_map, found {e!r}") from e
+        raise InputError(f"{where}: expected JSON with a weight_map, found {e!r}") from e
     if (
         not isinstance(table, dict)
         or not table
         or not all(isinstance(v, str) for v in table.values())
     ):
-        raise InputError(f"{path}: weight_map must map tensor names to file names")
+        raise InputError(f"{where}: weight_map must map tensor names to file names")
     return table
 
 
@@ -146,23 +156,39 @@ def read_shard(root: Path, shard: str) -> list[Header]:
     path = contained(root, shard)
     size = path.stat().st_size
     with path.open("rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-            raise _damaged(root, shard, f"its header should take {length} bytes of {size}")
-        try:
-            table = json.loads(f.read(length))
-            table.pop("__metadata__", None)
-            found = [_header(shard, name, row, 8 + length) for name, row in table.items()]
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise _damaged(root, shard, f"its header cannot be read ({e})") from e
+        length = header_length(f.read(LENGTH), size, f"{root}/{shard}")
+        return parse_shard(f.read(length), size, shard, str(root))
+
+
+def header_length(start: bytes, size: int, where: str) -> int:
+    """Return the bytes of the JSON header of a file of `size` bytes, from its first `LENGTH`."""
+    length = int.from_bytes(start, "little")
+    if size < LENGTH or length > min(size - LENGTH, _LONGEST_HEADER):
+        raise _damaged(where, f"its header should take {length} bytes of {size}")
+    return length
+
+
+def parse_shard(header: bytes, size: int, shard: str, where: str) -> list[Header]:
+    """Return the tensors of a JSON header by data offset, for a file of `size` bytes.
+
+    Raises InputError, with the directory or repository `where`, on a damaged file.
+    """
+    expected = LENGTH + len(header)  # the format allows neither holes nor overlaps
+    try:
+        table = json.loads(header)
+        table.pop("__metadata__", None)
+        found = [_header(shard, name, row, expected) for name, row in table.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise _damaged(f"{where}/{shard}", f"its header cannot be read ({e})") from e
     found.sort(key=lambda header: (header.begin, header.name))
-    expected = 8 + length  # the format allows neither holes nor overlaps
-    for header in found:
-        if header.begin != expected:
-            raise _damaged(root, shard, f"{header.name} leaves a hole or overlaps")
-        expected = header.end
+    for tensor in found:
+        if tensor.begin != expected:
+            raise _damaged(f"{where}/{shard}", f"{tensor.name} leaves a hole or overlaps")
+        expected = tensor.end
     if expected != size:
-        raise _damaged(root, shard, f"its header describes {expected} bytes, the file has {size}")
+        raise _damaged(
+            f"{where}/{shard}", f"its header describes {expected} bytes, the file has {size}"
+        )
     return found
 
 
@@ -178,20 +204,20 @@ def _header(shard: str, name: str, row: Mapping[str, Any], data: int) -> Header:
     return header
 
 
-def _damaged(root: Path, shard: str, why: str) -> InputError:
+def _damaged(where: str, why: str) -> InputError:
     return InputError(
-        f"{root}/{shard}: truncated or damaged safetensors file: {why}",
-        f"download {shard} again",
+        f"{where}: truncated or damaged safetensors file: {why}",
+        f"download {where.rpartition('/')[2]} again",
     )
 
 
-def _compare(root: Path, index: Mapping[str, str], headers: Mapping[str, Header]) -> None:
+def _compare(where: str, index: Mapping[str, str], headers: Mapping[str, Header]) -> None:
     for name, shard in index.items():
         if name not in headers:
-            raise InputError(f"{root}/{INDEX} lists tensor {name} in {shard}, which lacks it")
+            raise InputError(f"{where}/{INDEX} lists tensor {name} in {shard}, which lacks it")
         if headers[name].shard != shard:
             raise InputError(
-                f"{root}/{INDEX} lists tensor {name} in {shard}, found in {headers[name].shard}"
+                f"{where}/{INDEX} lists tensor {name} in {shard}, found in {headers[name].shard}"
             )
 
 

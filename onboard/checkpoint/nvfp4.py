@@ -56,23 +56,35 @@ def round_to_e2m1(x: Tensor) -> Tensor:
     return a.div_(step).round_().mul_(step).copysign_(x)
 
 
+def codes(x: Tensor) -> Tensor:
+    """Return the E2M1 codes of f32 values as u8: nearest value, ties to the even code, saturating.
+
+    Works on the bits of the numbers. From 1 on, one mantissa bit is kept: half of what is cut is
+    added first, less one where the kept bit is even. Below 1 the values are multiples of 0.5, which
+    is the spacing of f32 at 2^22.
+    """
+    magnitude = x.abs().clamp_(max=E2M1_MAX)
+    bits = magnitude.view(torch.int32)
+    normal = ((bits >> 22) & 1).add_(bits).add_(0x1FFFFF).__irshift__(22).sub_(252)
+    below_one = (magnitude + 2.0**22).view(torch.int32).sub_(0x4A800000)
+    code = torch.where(magnitude < 1, below_one, normal)
+    return code.bitwise_or_((x.view(torch.int32) >> 28) & 8).to(torch.uint8)
+
+
+def pack(code: Tensor) -> Tensor:
+    """Pack codes u8 [..., in] two a byte, u8 [..., in/2]."""
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
 def quantize(weight: Tensor, weight_scale: Tensor, scale_2: Tensor) -> Tensor:
     """Pack [..., in] into nibbles, u8 [..., in/2].
 
     `weight_scale` is E4M3 [..., in/16], `scale_2` f32 []. A weight of -0.0 is stored as +0; a
     small negative one keeps its sign, as in ModelOpt.
     """
-    scale = (weight_scale.float() * scale_2).unsqueeze(-1)
+    step = (weight_scale.float() * scale_2).unsqueeze(-1)
     positive_zero = weight.float() + 0.0
-    return pack(round_to_e2m1(blocks(positive_zero) / scale).flatten(-2))
-
-
-def pack(values: Tensor) -> Tensor:
-    """Pack E2M1 values [..., in] (each exactly on the grid) into u8 [..., in/2]."""
-    a = values.abs()
-    code = torch.where(a < 2, 2 * a, torch.where(a < 4, a + 2, a / 2 + 4)).to(torch.uint8)
-    code = code | (values.signbit().to(torch.uint8) << 3)
-    return code[..., 0::2] | (code[..., 1::2] << 4)
+    return pack(codes(blocks(positive_zero) / step).flatten(-2))
 
 
 def unpack(packed: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ renamed into place with a receipt; a restart writes only the shards without one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch import Tensor
 from onboard.checkpoint.headers import BITS, INDEX, Header
 from onboard.errors import InputError
 
-CHUNK = 64 * 2**20  # bytes copied at a time; a multiple of every dtype's width
+CHUNK = 16 * 2**20  # bytes copied at a time; a multiple of every dtype's width
 
 Chunks = Iterator[bytes | bytearray | memoryview]
 
@@ -72,33 +74,64 @@ def write(
     folder: Path,
     shard_bytes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    workers: int = 1,
 ) -> Written:
     """Write `units` into shards of about `shard_bytes` (at least one unit each) in `folder`.
 
-    `progress` gets bytes done and in all. The index is written too when there are several shards.
+    `workers` shards are written at once. `progress` gets bytes done and in all. The index is
+    written too when there are several shards.
     """
     plan = _shards(units, shard_bytes)
-    total = sum(unit.bytes for unit in units)
+    total, done = sum(unit.bytes for unit in units), 0
+    many = len(plan) > 1
+    names = [f"model-{n:05d}-of-{len(plan):05d}.safetensors" if many else "model.safetensors"
+             for n in range(1, len(plan) + 1)]  # fmt: skip
+    with _threads(min(workers, len(plan))) as pool:
+        jobs = {
+            pool.submit(_finish_shard, members, folder / name): members
+            for name, members in zip(names, plan, strict=True)
+        }
+        for job in as_completed(jobs):
+            job.result()
+            done += sum(unit.bytes for unit in jobs[job])
+            progress(done, total)
     written = Written()
-    for number, members in enumerate(plan, 1):
-        many = f"model-{number:05d}-of-{len(plan):05d}.safetensors"
-        name = many if len(plan) > 1 else "model.safetensors"
-        receipt = folder / f"{name}.receipt.json"
-        if not (receipt.exists() and (folder / name).exists()):
-            _write_shard(members, folder / name, receipt)
-        done = json.loads(receipt.read_text())
-        written.digests[name] = done["sha256"]
-        written.notes |= done["notes"]
+    for name, members in zip(names, plan, strict=True):
+        receipt = json.loads(_receipt(folder / name).read_text())
+        written.digests[name] = receipt["sha256"]
+        written.notes |= receipt["notes"]
         written.weight_map |= {spec.name: name for unit in members for spec in unit.specs}
         written.bytes += (folder / name).stat().st_size
-        progress(sum(u.bytes for m in plan[:number] for u in m), total)
-    if len(plan) > 1:
+    if many:
         index = {
             "metadata": {"total_size": total},
             "weight_map": dict(sorted(written.weight_map.items())),
         }
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     return written
+
+
+@contextlib.contextmanager
+def _threads(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield a pool whose members compute on one core each; an error cancels what has not begun."""
+    cores = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers)
+    if workers > 1:
+        torch.set_num_threads(1)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(cores)
+
+
+def _finish_shard(units: Sequence[Unit], path: Path) -> None:
+    if not (_receipt(path).exists() and path.exists()):
+        _write_shard(units, path, _receipt(path))
+
+
+def _receipt(path: Path) -> Path:
+    return path.with_name(f"{path.name}.receipt.json")
 
 
 def move_finished(written: Written, folder: Path, destination: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,9 +46,21 @@ def test_zero_blocks_get_scale_one_and_minus_zero_is_stored_as_zero() -> None:
 
 def test_all_sixteen_codes_survive_packing() -> None:
     grid = torch.tensor([*nvfp4.E2M1, *(-v for v in nvfp4.E2M1)])
-    back = nvfp4.unpack(nvfp4.pack(grid[None]))[0]
+    code = nvfp4.codes(grid[None])
+    assert code.tolist() == [[*range(16)]]
+    back = nvfp4.unpack(nvfp4.pack(code))[0]
     assert torch.equal(back, grid)
     assert torch.equal(back.signbit(), grid.signbit())
+
+
+@given(st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=64))
+def test_codes_are_the_nearest_values_with_ties_to_even(values: list[float]) -> None:
+    found = nvfp4.codes(torch.tensor(values)).tolist()
+    for value, code in zip(values, found, strict=True):
+        distances = [abs(min(abs(value), 6) - magnitude) for magnitude in nvfp4.E2M1]
+        nearest = [c for c, d in enumerate(distances) if d == min(distances)]
+        assert code & 7 == (nearest[0] if len(nearest) == 1 else next(c for c in nearest if not c % 2))
+        assert code >> 3 == (math.copysign(1, value) < 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

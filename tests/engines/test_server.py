@@ -31,8 +31,11 @@ def pids(work: Path, timeout: float = 30) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it ended before, or while it was read
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def assert_gone(processes: list[int], timeout: float = guard.GRACE_SECONDS + 20) -> None:

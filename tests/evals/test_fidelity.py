@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from onboard.checkpoint import models
 from onboard.evals import fidelity, summary
 from onboard.recipe import Fidelity
 from onboard.store import file_digest
@@ -62,6 +63,8 @@ def measure(
         location = {"root": str(root), "model": "t", "revision": None, "kind": "directory"}
         bench.put("source", location__json={**location, "licence": None})
         bench.put("data", evaluation__jsonl=rows(), hellaswag__jsonl=items())
+        kept = {name: {"quantize": False} for name in load_file(root / "model.safetensors")}
+        bench.put("adapt", adaptation__json={"tensors": kept, "groups": []})
         quantize = bench.put("quantize")
         change(shutil.copytree(llama_twin, quantize.path / "checkpoint"))
         return bench.run("fidelity", fidelity.run, PARAMS)
@@ -95,6 +98,21 @@ def test_damage_shows_and_the_tables_add_up(measure: Any) -> None:
         total = sum(row["kl_mean"] * row["tokens"] for row in table)
         assert total / tokens == pytest.approx(metrics["kl_mean"])
     assert len(artifact.json("tasks.json")["pairs"]) == 6
+
+
+def test_a_model_beyond_memory_is_measured_alike(
+    measure: Any, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer at a time, without HellaSwag, and a warning that says so."""
+    whole = measure(damage)
+    shutil.rmtree(whole.path)
+    shutil.rmtree(bench.folder / "fidelity.scratch")
+    monkeypatch.setattr(models, "device_memory", lambda: 0)
+    streamed = bench.run("fidelity", fidelity.run, PARAMS)
+    assert sum("not run" in warning for warning in bench.warnings) == 2
+    for name, value in streamed.metrics.items():
+        assert value == whole.metrics[name], name
+    assert "hellaswag_drop" not in streamed.metrics
 
 
 def test_the_worst_tokens_are_quoted_but_never_a_users_own(measure: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from onboard import adapt, source
 from onboard.checkpoint import nvfp4
+from onboard.checkpoint.matrices import range_groups, scale_groups
 from onboard.checkpoint.models import (
+    full_precision_activations,
     load_candidate,
     load_reference,
-    set_activation_quantization,
 )
 from onboard.checkpoint.reader import Reader
 from onboard.errors import InputError
 from onboard.quantize import calibrate, rounding, stage
-from onboard.quantize.plan import range_groups, scale_groups
 from onboard.recipe import Adapt, Calibrate, Quantize, Source
 
 LLAMA_MATRICES = 2 * 7
@@ -90,10 +91,10 @@ def test_the_sweep_never_loses_to_rounding_to_nearest() -> None:
     weight, moment = torch.randn(32, 128) * 0.02, torch.rand(128) * 4
     errors = {}
     for method in ("rtn", "sweep"):
-        packed = rounding.round_weight(
-            weight, rounding.shared_scale([weight], method), method, moment
-        )
-        stored = nvfp4.dequantize(packed.weight, packed.weight_scale, packed.weight_scale_2)
+        scale_2 = rounding.shared_scale(weight.abs().amax(), method)
+        packed = rounding.round_rows(weight, scale_2, method, moment)
+        stored = nvfp4.dequantize(packed.weight, packed.weight_scale, scale_2)
+        assert packed.error == pytest.approx(float((stored - weight).square().sum()), rel=1e-4)
         errors[method] = float(((stored - weight) ** 2 * moment).sum())
     assert errors["sweep"] < 0.9 * errors["rtn"]
 
@@ -102,8 +103,9 @@ def test_the_sweep_finds_what_an_exhaustive_search_finds() -> None:
     """Independent search over the seven targets, block by block."""
     torch.manual_seed(1)
     weight, moment = torch.randn(4, 32), torch.rand(32)
-    scale_2 = rounding.shared_scale([weight], "sweep")
-    found = rounding.sweep(weight, nvfp4.block_amax(weight), scale_2, moment).float()
+    scale_2 = rounding.shared_scale(weight.abs().amax(), "sweep")
+    blocks = nvfp4.blocks(weight)
+    found = rounding.sweep(blocks, nvfp4.block_amax(weight), scale_2, moment).float()
     for row in range(4):
         for block in range(2):
             cells = slice(16 * block, 16 * block + 16)
@@ -149,7 +151,8 @@ def test_the_candidate_is_the_bytes_on_disk(
 ) -> None:
     """Against a forward pass written out here: dequantized weights, quantized inputs."""
     folder = quantized(bench, llama_twin) / "checkpoint"
-    model = load_candidate(folder, torch.float32, activations)
+    adaptation = bench.artifacts["adapt"].json("adaptation.json")
+    model = load_candidate(folder, adaptation, torch.float32)
     reader = Reader.open(folder)
     name = "model.layers.0.mlp.up_proj"
     assert torch.equal(model.get_submodule(name).weight, reader.dequantize(name))
@@ -157,7 +160,8 @@ def test_the_candidate_is_the_bytes_on_disk(
     scale = reader.tensor(f"{name}.input_scale")
     seen = nvfp4.quantize_dequantize(x, scale) if activations else x
     want = seen @ reader.dequantize(name).T
-    assert torch.allclose(model.get_submodule(name)(x), want, atol=1e-5)
+    with nullcontext() if activations else full_precision_activations():
+        assert torch.allclose(model.get_submodule(name)(x), want, atol=1e-5)
 
 
 def test_w4a16_has_no_input_scale_and_says_so(bench: Any, llama_twin: Path) -> None:
@@ -166,10 +170,11 @@ def test_w4a16_has_no_input_scale_and_says_so(bench: Any, llama_twin: Path) -> N
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert config["quant_algo"] == "W4A16_NVFP4"
     ids = torch.arange(16)[None]
-    weights_only = load_candidate(folder, torch.float32)
+    adaptation = bench.artifacts["adapt"].json("adaptation.json")
+    weights_only = load_candidate(folder, adaptation, torch.float32)
     before = weights_only(ids).logits
-    set_activation_quantization(weights_only, False)
-    assert torch.equal(before, weights_only(ids).logits)
+    with full_precision_activations():
+        assert torch.equal(before, weights_only(ids).logits)
 
 
 def test_experts_are_quantized_and_share_ranges_in_a_layer(

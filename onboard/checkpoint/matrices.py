@@ -1,4 +1,4 @@
-"""Which matrices become NVFP4, and which of them must share scales."""
+"""The matrices that become NVFP4, taken out of the tensors that hold them, and what they share."""
 
 from __future__ import annotations
 
@@ -13,21 +13,30 @@ EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<projection
 
 @dataclass(frozen=True)
 class Matrix:
-    """One [out, in] matrix: a tensor of its own, or a slice of a fused expert tensor.
+    """One [out, in] matrix: a tensor of its own, or a part of a fused expert tensor.
 
-    `module` is the name it gets in the written checkpoint (without `.weight`).
+    `module` is its name in the written checkpoint (without `.weight`), `tensor` the source's. In a
+    fused tensor it is entry `expert` of the first axis and there every `step`-th output from
+    `first`; `transposed` tensors hold [in, out].
     """
 
     module: str
     tensor: str
     shape: tuple[int, int]
     role: str
-    expert: int | None = None  # first index of the fused [E, rows, in] tensor
-    first_row: int = 0
+    expert: int | None = None
+    first: int = 0
+    step: int = 1
+    transposed: bool = False
 
     @property
     def parameters(self) -> int:
         return self.shape[0] * self.shape[1]
+
+    @property
+    def outputs(self) -> slice:
+        """The matrix's outputs among those of its tensor."""
+        return slice(self.first, self.first + self.shape[0] * self.step, self.step)
 
 
 Group = tuple[Matrix, ...]
@@ -36,8 +45,8 @@ Group = tuple[Matrix, ...]
 def scale_groups(adaptation: Mapping[str, Any]) -> list[Group]:
     """Return every matrix to quantize, once, in groups that share `weight_scale_2`.
 
-    Engines fuse q/k/v and gate/up into one matrix with one scale (FACTS: the maximum of the
-    global scales is taken and block scales are kept, so unequal ones are silent damage).
+    Engines fuse q/k/v and gate/up into one matrix with one scale (the maximum of the global scales
+    is taken and block scales are kept, so unequal ones are silent damage).
     """
     single: dict[str, Matrix] = {}
     groups: list[Group] = []
@@ -45,7 +54,7 @@ def scale_groups(adaptation: Mapping[str, Any]) -> list[Group]:
         if not entry["quantize"]:
             continue
         if len(entry["shape"]) == 3:
-            groups += _split_fused(name, entry)
+            groups += _split_fused(name, entry, adaptation["experts"]["fused"])
         else:
             module = name.removesuffix(".weight")
             single[module] = Matrix(module, name, tuple(entry["shape"]), entry["role"])
@@ -70,21 +79,28 @@ def range_groups(groups: Iterable[Group]) -> list[list[Matrix]]:
     return list(shared.values())
 
 
-def _split_fused(name: str, entry: Mapping[str, Any]) -> list[Group]:
-    """Split [E, 2I, H] `gate_up_proj` or [E, H, I] `down_proj` into groups of one expert each."""
-    experts, _, projection = name.removesuffix(".weight").rpartition(".")
-    count, rows, columns = entry["shape"]
-    parts = projection.removesuffix("_proj").split("_")  # "gate_up_proj" -> gate, up
-    height = rows // len(parts)
+def _split_fused(
+    name: str, entry: Mapping[str, Any], layouts: Mapping[str, Mapping[str, Any]]
+) -> list[Group]:
+    """Split a fused expert tensor into groups of one expert's parts each."""
+    experts, _, last = name.removesuffix(".weight").rpartition(".")
+    layout = layouts[last]
+    count, *sizes = entry["shape"]
+    transposed = layout["axes"] == "eio"
+    outputs, inputs = reversed(sizes) if transposed else sizes
+    parts, height = layout["parts"], outputs // len(layout["parts"])
+    interleaved = layout["interleaved"]
     return [
         tuple(
             Matrix(
-                f"{experts}.{number}.{part}_proj",
+                f"{experts}.{number}.{part}",
                 name,
-                (height, columns),
+                (height, inputs),
                 entry["role"],
-                number,
-                place * height,
+                expert=number,
+                first=place if interleaved else place * height,
+                step=len(parts) if interleaved else 1,
+                transposed=transposed,
             )
             for place, part in enumerate(parts)
         )
