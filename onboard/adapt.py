@@ -33,6 +33,7 @@ from onboard.tensorplan import (
     split_module,
 )
 
+NO_LINEAR_LAYER = (Role.EMBED, Role.NORM, Role.BIAS, Role.BUFFER)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 LOOK_UPS = ("embed_tokens", "embed", "tok_emb")  # the copies that MTP layers hold
 
@@ -84,7 +85,7 @@ def ignored(config: ModelConfig, tensors: Plan) -> list[str]:
     for name, tensor in tensors.items():
         if tensor.role is Role.MTP:
             names.add(_mtp_wildcard(name))
-        elif tensor.quantize or len(tensor.shape) < 2 or tensor.role is Role.EMBED:
+        elif tensor.quantize or len(tensor.shape) < 2 or tensor.role in NO_LINEAR_LAYER:
             continue
         else:
             names.add(expert_container(name) or module_of(name))

@@ -14,7 +14,7 @@ from onboard.checkpoint.headers import Header
 from onboard.lookup import Found
 from onboard.modelconfig import ModelConfig
 from onboard.recipe import Adapt
-from onboard.tensorplan import plan, role_of
+from onboard.tensorplan import expert_container, plan, role_of
 
 NVFP4_BITS = 4 + 8 / 16  # e2m1 and one e4m3 scale per 16; FACTS: NVFP4
 MATRIX_SCALES = 8  # bytes per matrix: weight_scale_2 and input_scale, fp32
@@ -84,16 +84,19 @@ class Inventory:
 
     @cached_property
     def active(self) -> int:
-        """Parameters that one text token is multiplied with.
+        """Parameters that one text token is multiplied with, as gpt-oss's card counts them.
 
-        All but MTP and vision, k of E routed experts, and the output head; the embedding is a
-        look-up and counts only where it is tied, as the output head.
+        All but MTP and vision; k of E routed experts, biases included; the output head. The
+        embedding is a look-up and counts only where it is tied, as the output head.
         """
         used, of = self.experts
-        head = self.total(Role.HEAD) or self.total(Role.EMBED)
-        idle = (Role.MTP, Role.VISION, Role.EMBED, Role.HEAD, Role.EXPERT, Role.BUFFER)
-        routed = self.total(Role.EXPERT) * used // of if of else 0
-        return self.total(without=idle) + head + routed
+        idle = {Role.MTP, Role.VISION, Role.BUFFER}
+        if self.total(Role.HEAD):
+            idle.add(Role.EMBED)
+        busy = [entry for entry in self.entries if entry.role not in idle]
+        routed = sum(entry.parameters for entry in busy if expert_container(entry.name))
+        dense = sum(entry.parameters for entry in busy) - routed
+        return dense + (routed * used // of if of else routed)
 
 
 def take(found: Found, config: ModelConfig, adapt: Adapt) -> Inventory:

@@ -47,8 +47,10 @@ def parse_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
     family = _family(path, model_type)
     rules = families()[family]
     text = config.get(rules.text_config, config) if rules.text_config else config
-    layers = _number(path, text, "num_hidden_layers")
-    _check_per_layer(path, text, layers)
+    names = namespace(rules, config)
+    layers = _number(path, names, "num_hidden_layers")
+    mtp = num_mtp_layers(rules, names)
+    _check_per_layer(path, text, layers, mtp)
     assert model_type is not None
     _check_architecture(path, config)
     return ModelConfig(
@@ -56,7 +58,7 @@ def parse_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
         architecture=rules.model_types[model_type],
         family=family,
         num_layers=layers,
-        num_mtp_layers=num_mtp_layers(rules, namespace(rules, config)),
+        num_mtp_layers=mtp,
         hidden_size=_number(path, text, "hidden_size"),
         tied=text.get("tie_word_embeddings", config.get("tie_word_embeddings")),
         rope_theta=_rope_theta(path, text),
@@ -97,10 +99,10 @@ def _check_architecture(path: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_per_layer(path: Path, config: Mapping[str, Any], layers: int) -> None:
+def _check_per_layer(path: Path, config: Mapping[str, Any], layers: int, mtp: int) -> None:
     for key in ("layer_types", "mlp_layer_types"):
         entries = config.get(key)
-        if entries is not None and len(entries) != layers:
+        if entries is not None and len(entries) not in (layers, layers + mtp):
             raise InputError(
                 f"{path}: {key} has {len(entries)} entries for num_hidden_layers = {layers}",
                 "take the config.json of the published checkpoint, or correct one of the two",

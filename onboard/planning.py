@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from onboard import hardware
-from onboard.architectures import Role
+from onboard.architectures import Engine, Role
 from onboard.gpus import GPUS, Decode, Gpu, Node, nodes, smallest
 from onboard.inspection import by_role, kv_cache_bytes, output
 from onboard.inventory import Inventory, nvfp4_bytes, take
 from onboard.lookup import Found
 from onboard.modelconfig import parse_config
-from onboard.recipe import Recipe
+from onboard.recipe import Recipe, Smoke
 from onboard.source import kind_of
 
 Facts = dict[str, Any]
@@ -47,7 +47,7 @@ READS = {
     "calibrate": Reads(source=1),
     "quantize": Reads(source=1),
     "fidelity": Reads(source=1, candidate=1),
-    "features": Reads(candidate=2),  # the engine loads it to generate; one prefill keeps states
+    "features": Reads(candidate=2),  # its target: to generate in the engine, to keep the states
     "speculate": Reads(),
     "smoke": Reads(candidate=2),  # the engine starts without and with the speculator
 }
@@ -143,9 +143,19 @@ def plan(found: Found) -> Facts:
         "kv_cache": {"bytes_per_token": cache_per_token, "budget_bytes": cache},
         "nodes": [_fit(gpu, total, cache) for gpu in GPUS],
         "decode_ceilings": [_ceiling(step, node, recipe) for node in serving],
-        "engine": {**asdict(config.rules.engine), "name": recipe.smoke.engine},
+        "engine": engine(config.rules.engine, recipe.smoke),
         "assumptions": list(ASSUMPTIONS),
     }
+
+
+def engine(family: Engine, chosen: Smoke) -> Facts:
+    """Return what serving needs: what the recipe says, else the family."""
+    own = {
+        "minimum": chosen.engine_minimum,
+        "tool_call_parser": chosen.tool_call_parser,
+        "reasoning_parser": chosen.reasoning_parser,
+    }
+    return {**asdict(family), **{key: value for key, value in own.items() if value}}
 
 
 def _quantized(held: Inventory) -> list[str]:
@@ -197,7 +207,7 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
     per_step = step.step_bytes(answered.batch_size, data.tokens_per_prompt)
 
     def work(stage: str, memory: float = 0, disk: float = 0, **rest: float) -> Work:
-        reads = READS[stage]
+        reads = reads_of(stage, recipe)
         size = reads.source * source + reads.candidate * candidate
         return Work(stage, reads.source, reads.candidate, size, memory, disk, **rest)
 
@@ -228,6 +238,13 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
         work("speculate", 16 * head, head * BF16, flops=trained),
         work("smoke", candidate + cache_budget(recipe, step.cache_bytes_per_token)),
     ]
+
+
+def reads_of(stage: str, recipe: Recipe) -> Reads:
+    """Return the reads of a stage; features may be of the source."""
+    if stage == "features" and recipe.features.target == "source":
+        return Reads(source=READS[stage].candidate)
+    return READS[stage]
 
 
 def largest_layer(held: Inventory) -> int:

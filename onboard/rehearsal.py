@@ -42,6 +42,7 @@ SMALL: dict[str, Any] = {
         "evaluation_prompts": 6,
         "tokens_per_document": 64,
         "tokens_per_prompt": 48,
+        "gates": {"domains_missing": None},
     },
     "quantize": {"gates": {"relative_error_max": 0.2}},
     "fidelity": {"task_documents": 0, "bootstrap": 100},
@@ -103,9 +104,12 @@ def not_run_here(rules: Architecture, model_type: str) -> dict[str, str]:
     """Return stage -> reason for the stages that this machine cannot run for the family."""
     if rules.model_types[model_type] is None:
         return dict.fromkeys(NEEDS_FORWARD, f"forward: no transformers class for {model_type}")
+    reasons: dict[str, str] = {}
+    if rules.engine.eagle3:
+        reasons |= dict.fromkeys(("features", "speculate", "smoke"), rules.engine.eagle3)
     if rules.engine.cpu and device_kind() == "cpu":
-        return {"smoke": f"vLLM on a CPU: {rules.engine.cpu}"}
-    return {}
+        reasons["smoke"] = f"vLLM on a CPU: {rules.engine.cpu}"
+    return reasons
 
 
 def make_twin(found: Found, store: Store) -> Path:
@@ -138,15 +142,8 @@ def write_tokenizer(folder: Path) -> int:
 
 def twin_recipe(recipe: Recipe, twin: Path) -> Recipe:
     """Return the model's recipe as its twin runs it: same plan, tiny sizes, no quality gates."""
-    kept = {
-        "adapt": recipe.adapt.model_dump(mode="json"),
-        "smoke": {
-            "tool_call_parser": recipe.smoke.tool_call_parser,
-            "reasoning_parser": recipe.smoke.reasoning_parser,
-        },
-    }
-    base: Mapping[str, Any] = merge(read(RECIPES / "base.yaml"), kept)
-    base = merge(base, SMALL)
+    plan = {"adapt": recipe.adapt.model_dump(mode="json")}
+    base = merge(merge(read(RECIPES / "base.yaml"), plan), SMALL)
     source = {"source": {"model": str(twin), "allow_remote_code": recipe.source.allow_remote_code}}
     gates = {"fidelity": {"gates": {"kl_mean": None}}}
     return parse(merge(merge(base, source), gates), f"{recipe.name}-twin")

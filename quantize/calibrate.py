@@ -33,8 +33,9 @@ SHRINKAGE_TOKENS = 64  # weight of the layer's mean second moment in an expert's
 def run(job: Job[Calibrate]) -> None:
     """Write `activations.safetensors` (`<module>.amax` f32 [], `<module>.second_moment` f32 [in]).
 
-    The source is read once, a layer at a time. Raises InputError where there is no calibration
-    document.
+    The source is read once, a layer at a time. A model without a transformers class is not run:
+    the files are empty, and weights will be rounded without data. Raises InputError where there is
+    no calibration document.
     """
     documents = [row["ids"] for row in job.inputs["data"].lines("calibration.jsonl")]
     if not documents:
@@ -42,7 +43,10 @@ def run(job: Job[Calibrate]) -> None:
             "calibrate: no calibration documents, so no activation range can be known",
             "give data.corpora something to read",
         )
-    groups = scale_groups(job.inputs["adapt"].json("adaptation.json"))
+    adaptation = job.inputs["adapt"].json("adaptation.json")
+    if adaptation["architecture"] is None:
+        return _without_forward(job, adaptation["model_type"])
+    groups = scale_groups(adaptation)
     ranges = range_groups(groups)
     matrices = [matrix for group in groups for matrix in group]
     runner = open_reference(root(job.inputs["source"]), compute_dtype(), resident=False)
@@ -55,6 +59,16 @@ def run(job: Job[Calibrate]) -> None:
     save_file(dict(sorted(tensors.items())), job.out / "activations.safetensors")
     write_json(job.out / "tokens.json", {name: one.tokens for name, one in seen.items()})
     write_json(job.out / "metrics.json", _metrics(seen))
+
+
+def _without_forward(job: Job[Calibrate], model_type: str) -> None:
+    job.warn(
+        f"forward: not run, no transformers class for {model_type}; weights are rounded without "
+        "data, activations are not quantized"
+    )
+    save_file({}, job.out / "activations.safetensors")
+    write_json(job.out / "tokens.json", {})
+    write_json(job.out / "metrics.json", _metrics({}))
 
 
 class Inputs:
@@ -97,7 +111,7 @@ def measure(
     """Push the batches [documents, tokens] through the model; return what entered, by module."""
     places = taps.points(runner.skeleton, matrices)
     seen = {point: Inputs() for point in places}
-    taps.attach(runner.model, places, lambda point, x: seen[point].collect(x))
+    taps.attach(runner.skeleton.model, places, lambda point, x: seen[point].collect(x))
 
     def forward(batch: Tensor) -> Callable[[], None]:
         def run() -> None:

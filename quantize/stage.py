@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from onboard.checkpoint import nvfp4
+from onboard.checkpoint import mxfp4, nvfp4
+from onboard.checkpoint.formats import Weight
 from onboard.checkpoint.headers import Header
 from onboard.checkpoint.reader import Reader
 from onboard.checkpoint.writer import (
     Chunks,
     Spec,
     Unit,
-    check_finite,
     copy_bytes,
     move_finished,
     tensor_bytes,
@@ -46,8 +47,11 @@ def run(job: Job[Quantize]) -> None:
     source = Reader.open(root(job.inputs["source"]))
     adaptation = job.inputs["adapt"].json("adaptation.json")
     groups = scale_groups(adaptation)
+    params = job.params
+    if adaptation["architecture"] is None:  # calibrate ran no forward pass, and said so
+        params = params.model_copy(update={"activations": "none"})
     ranges = Activations(job.inputs["calibrate"].path / "activations.safetensors")
-    units = plan_units(source, groups, ranges, job.params)
+    units = plan_units(source, adaptation, groups, ranges, params)
     written = write(
         units,
         job.scratch,
@@ -58,7 +62,7 @@ def run(job: Job[Quantize]) -> None:
     checkpoint = job.out / "checkpoint"
     checkpoint.mkdir()
     move_finished(written, job.scratch, checkpoint)
-    config.write(source.root, checkpoint, adaptation, job.params.activations)
+    config.write(source.root, checkpoint, adaptation, params.activations)
     job.known_digests.update({f"checkpoint/{n}": sha for n, sha in written.digests.items()})
     write_json(job.out / "tensors.json", written.notes)
     write_json(job.out / "metrics.json", metrics(adaptation, groups, checkpoint, written.notes))
@@ -70,6 +74,11 @@ class Activations:
 
     path: Path
 
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        with safe_open(self.path, framework="pt") as f:
+            return frozenset(f.keys())
+
     def _read(self, name: str) -> Tensor:
         with safe_open(self.path, framework="pt") as f:
             tensor: Tensor = f.get_tensor(name)
@@ -79,25 +88,33 @@ class Activations:
         """Return `input_scale` f32 []: the range over 6 * 448."""
         return nvfp4.tensor_scale(self._read(f"{module}.amax"))
 
-    def second_moment(self, module: str) -> Tensor:
-        """Return E[x_j^2], f32 [in]."""
-        return self._read(f"{module}.second_moment")
+    def second_moment(self, matrix: Matrix) -> Tensor:
+        """Return E[x_j^2], f32 [in]; ones where nothing was measured."""
+        if not self._names:
+            return torch.ones(matrix.shape[1])
+        return self._read(f"{matrix.module}.second_moment")
 
 
 def plan_units(
-    source: Reader, groups: Iterable[Group], activations: Activations, params: Quantize
+    source: Reader,
+    adaptation: Mapping[str, Any],
+    groups: Iterable[Group],
+    activations: Activations,
+    params: Quantize,
 ) -> list[Unit]:
-    """Return what to write, in the source's order: a unit per scale group, or per copied tensor."""
+    """Return what to write, in the source's order: a unit per scale group, or per kept weight."""
     by_tensor: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         by_tensor[group[0].tensor].append(group)
     members = {matrix.tensor for tensor in by_tensor for g in by_tensor[tensor] for matrix in g}
     units: list[Unit] = []
-    for name in source.weights:
+    for name, weight in source.weights.items():
         if name in by_tensor:
             units += [_quantized(source, g, activations, params) for g in by_tensor[name]]
         elif name not in members:
-            units.append(_copied(source, source.headers[name]))
+            copied = weight.scheme == "plain" or adaptation["keeps_source_format"]
+            headers = weight.parts.values()
+            units += [_copied(source, h) for h in headers] if copied else [_decoded(source, weight)]
     return units
 
 
@@ -108,42 +125,92 @@ def _copied(source: Reader, header: Header) -> Unit:
     return Unit((Spec(header.name, header.dtype, header.shape),), make)
 
 
-def _quantized(source: Reader, group: Group, activations: Activations, params: Quantize) -> Unit:
-    specs = tuple(spec for matrix in group for spec in _specs(matrix, params))
+def _decoded(source: Reader, weight: Weight) -> Unit:
+    """A weight that stays, but whose format the written checkpoint does not have: bf16."""
 
     def make(notes: dict[str, Any]) -> Iterable[Chunks]:
-        weights = _Weights(source, group)
-        scale_2 = rounding.shared_scale(weights.amax(), params.rounding)
-        for matrix in group:
-            moment = activations.second_moment(matrix.module).to(scale_2.device)
-            scales: list[Tensor] = []
-            note: dict[str, Any] = {"role": matrix.role, "shape": list(matrix.shape)}
-            notes[matrix.module] = note
-            yield _round(weights.slices(matrix), scale_2, params.rounding, moment, scales, note)
-            yield tensor_bytes(torch.cat(scales))
-            yield tensor_bytes(scale_2)
+        yield tensor_bytes(source.weight(weight.name).to(torch.bfloat16))
+
+    return Unit((Spec(weight.name, "BF16", weight.shape),), make)
+
+
+def _quantized(source: Reader, group: Group, activations: Activations, params: Quantize) -> Unit:
+    schemes = {source.weights[matrix.tensor].scheme for matrix in group}
+    convert = _from_mxfp4 if schemes == {"mxfp4"} else _rounded
+
+    def make(notes: dict[str, Any]) -> Iterable[Chunks]:
+        for matrix, parts in convert(source, group, activations, params, notes):
+            yield from parts
             if params.activations == "nvfp4":
                 yield tensor_bytes(activations.input_scale(matrix.module))
 
-    return Unit(specs, make)
+    return Unit(tuple(spec for matrix in group for spec in _specs(matrix, params)), make)
+
+
+Parts = Iterator[tuple[Matrix, Iterable[Chunks]]]  # weight, weight_scale, weight_scale_2
+
+
+def _rounded(
+    source: Reader,
+    group: Group,
+    activations: Activations,
+    params: Quantize,
+    notes: dict[str, Any],
+) -> Parts:
+    weights = _Weights(source, group)
+    scale_2 = rounding.shared_scale(weights.amax(), params.rounding)
+    for matrix in group:
+        moment = activations.second_moment(matrix).to(scale_2.device)
+        note = notes[matrix.module] = _note(matrix)
+        slices = weights.slices(matrix)
+        yield matrix, _round(slices, scale_2, params.rounding, moment, note)
+
+
+def _from_mxfp4(
+    source: Reader,
+    group: Group,
+    activations: Activations,
+    params: Quantize,
+    notes: dict[str, Any],
+) -> Parts:
+    """Keep the values of an MXFP4 source; only blocks beyond E4M3's range are rounded."""
+    stored = [source.mxfp4(m.tensor, m.expert, m.outputs) for m in group]
+    found = mxfp4.to_nvfp4(stored)
+    for at, matrix in enumerate(group):
+        weight, scale = found.weights[at], found.weight_scales[at]
+        exact = mxfp4.dequantize(*stored[at])
+        kept = nvfp4.dequantize(weight, scale, found.weight_scale_2)
+        error, norm = float((kept - exact).norm()), float(exact.norm())
+        notes[matrix.module] = {
+            **_note(matrix),
+            "relative_error": round(error / norm, 6) if norm else 0.0,
+            "rounded_blocks": found.rounded_blocks,
+        }
+        yield matrix, map(tensor_bytes, (weight, scale, found.weight_scale_2))
+
+
+def _note(matrix: Matrix) -> dict[str, Any]:
+    return {"role": matrix.role, "shape": list(matrix.shape)}
 
 
 def _round(
-    slices: Iterable[Tensor],
-    scale_2: Tensor,
-    method: str,
-    moment: Tensor,
-    scales: list[Tensor],
-    note: dict[str, Any],
-) -> Chunks:
-    """Yield the packed rows; when they are through, `scales` and `note` are complete."""
-    error = norm = 0.0
-    for rows in slices:
-        packed = rounding.round_rows(rows, scale_2, method, moment)
-        scales.append(packed.weight_scale)
-        error, norm = error + packed.error, norm + packed.norm
-        yield from tensor_bytes(packed.weight)
-    note["relative_error"] = round((error / norm) ** 0.5, 6) if norm else 0.0
+    slices: Iterable[Tensor], scale_2: Tensor, method: str, moment: Tensor, note: dict[str, Any]
+) -> Iterable[Chunks]:
+    """Yield weight, weight_scale and weight_scale_2; `note` is complete after the first."""
+    scales: list[Tensor] = []
+
+    def weight() -> Chunks:
+        error = norm = 0.0
+        for rows in slices:
+            packed = rounding.round_rows(rows, scale_2, method, moment)
+            scales.append(packed.weight_scale)
+            error, norm = error + packed.error, norm + packed.norm
+            yield from tensor_bytes(packed.weight)
+        note["relative_error"] = round((error / norm) ** 0.5, 6) if norm else 0.0
+
+    yield weight()
+    yield tensor_bytes(torch.cat(scales))
+    yield tensor_bytes(scale_2)
 
 
 def _specs(matrix: Matrix, params: Quantize) -> list[Spec]:
@@ -171,14 +238,9 @@ class _Weights:
         return self.held.get(matrix.module) or self._read(matrix)
 
     def amax(self) -> Tensor:
-        """Return the largest magnitude of all, f32 []; raises InputError on NaN and Inf."""
-        largest = torch.zeros(())
-        for matrix in self.group:
-            for rows in self.slices(matrix):
-                amax = rows.abs().amax().float()
-                check_finite(self.source.headers[matrix.tensor], amax)
-                largest = torch.maximum(largest.to(amax.device), amax)
-        return largest
+        """Return the largest magnitude of all, f32 []."""
+        amax = [rows.abs().amax().float() for m in self.group for rows in self.slices(m)]
+        return torch.stack(amax).amax()
 
     def _read(self, matrix: Matrix) -> Iterator[Tensor]:
         step = max(1, SLICE_WEIGHTS // matrix.shape[1])

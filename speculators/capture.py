@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -50,7 +52,7 @@ class Capture:
         decoder, norm = model.get_decoder(), final_norm(model)
         boundaries = [*decoder.layers, norm]
         self.modules = [*(boundaries[i] for i in aux_layers(len(decoder.layers))), norm]
-        self.states: list[Tensor | None] = [None] * len(self.modules)
+        self.states: dict[int, list[Tensor | None]] = defaultdict(self._empty)  # by thread
         self.handles: list[Any] = []
 
     def __enter__(self) -> Capture:
@@ -68,17 +70,21 @@ class Capture:
         for handle in self.handles:
             handle.remove()
 
+    def _empty(self) -> list[Tensor | None]:
+        return [None] * len(self.modules)
+
     def _keep(self, slot: int) -> Any:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.states[slot] = args[0] if args else kwargs["hidden_states"]
+            states = self.states[threading.get_ident()]
+            states[slot] = args[0] if args else kwargs["hidden_states"]
 
         return hook
 
     def take(self) -> Tensor:
-        """Return the last forward's states, bf16 [B, T, 4, H]: three aux boundaries, then last."""
-        states = [state for state in self.states if state is not None]
+        """Return this thread's last states, bf16 [B, T, 4, H]: three aux boundaries, then last."""
+        held = self.states.pop(threading.get_ident(), self._empty())
+        states = [state for state in held if state is not None]
         assert len(states) == len(self.modules), "the model ran without passing a hooked module"
-        self.states = [None] * len(self.modules)
         return torch.stack([state.to(torch.bfloat16) for state in states], dim=2)
 
 

@@ -73,10 +73,12 @@ def serve(files: Mapping[str, bytes]) -> Iterator[Hub]:
             data = hub.files[name]
             etag = _sha256(data) if len(data) >= LARGE else hashlib.sha1(data).hexdigest()
             headers = {"ETag": f'"{etag}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
-            first = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
-            if first:
-                headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
-            part = data[first:]
+            asked = self.headers.get("Range")
+            start, _, end = (asked or "bytes=0-")[6:].partition("-")
+            first, last = int(start), min(int(end or len(data)), len(data) - 1)
+            if asked:
+                headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+            part = data[first : last + 1]
             if body and name in (hub.stall, hub.drop):
                 self.begin(200, len(part), headers)
                 self.wfile.write(part[: len(part) // 2])
@@ -87,7 +89,7 @@ def serve(files: Mapping[str, bytes]) -> Iterator[Hub]:
                     threading.Event().wait(20)
                 hub.drop = None
                 return None
-            return self.send(part, 206 if first else 200, headers, body)
+            return self.send(part, 206 if asked else 200, headers, body)
 
         def refuse(self, status: int, code: str, message: str) -> None:
             self.send(b"", status, {"X-Error-Code": code, "X-Error-Message": message})

@@ -8,25 +8,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-WIDTH = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
+WIDTH = {"BF16": 2, "F32": 4, "I32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1}
 Shapes = Mapping[str, tuple[int, ...]]
 
 LLAMA_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
+    "vocab_size": 128,
     "hidden_size": 64,
+    "intermediate_size": 96,
     "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "tie_word_embeddings": True,
     "rope_theta": 10000.0,
 }
 
 
-def write_shard(path: Path, shapes: Shapes, dtype: str = "BF16") -> Path:
-    """Write a safetensors file of zeros that holds `shapes` (name -> shape)."""
+def write_shard(
+    path: Path, shapes: Shapes, dtype: str = "BF16", dtypes: Mapping[str, str] | None = None
+) -> Path:
+    """Write a safetensors file of zeros that holds `shapes` (name -> shape).
+
+    `dtypes` gives the dtype of names that end so, `dtype` that of the others.
+    """
     table, end = {}, 0
     for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * WIDTH[dtype]
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        word = next((w for ending, w in (dtypes or {}).items() if name.endswith(ending)), dtype)
+        begin, end = end, end + math.prod(shape) * WIDTH[word]
+        table[name] = {"dtype": word, "shape": list(shape), "data_offsets": [begin, end]}
     header = json.dumps(table).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
     return path
@@ -37,12 +47,16 @@ def write_index(folder: Path, weight_map: Mapping[str, str]) -> None:
 
 
 def write_model(
-    folder: Path, shapes: Shapes, config: Mapping[str, Any], dtype: str = "BF16"
+    folder: Path,
+    shapes: Shapes,
+    config: Mapping[str, Any],
+    dtype: str = "BF16",
+    dtypes: Mapping[str, str] | None = None,
 ) -> Path:
     """Write config.json and one shard; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    write_shard(folder / "model.safetensors", shapes, dtype)
+    write_shard(folder / "model.safetensors", shapes, dtype, dtypes)
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onboard import adapt, source, tensorplan
-from onboard.architectures import QUANTIZABLE, Role, by_model_type, families
+from onboard.architectures import (
+    QUANTIZABLE,
+    Architecture,
+    Fused,
+    Role,
+    by_model_type,
+    families,
+)
+from onboard.checkpoint import formats
+from onboard.checkpoint.formats import Weight
 from onboard.checkpoint.headers import Header, read_headers
 from onboard.errors import InputError
 from onboard.modelconfig import ModelConfig, read_config
@@ -24,9 +34,14 @@ MOE_CONFIG = {
     "model_type": "qwen3_moe",
     "hidden_size": 64,
     "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "tie_word_embeddings": False,
 }
 EXPERTS, WIDTH = 8, 32
+FUSED = {
+    "gate_up_proj": {"parts": ["gate_proj", "up_proj"], "axes": "eoi", "interleaved": False},
+    "down_proj": {"parts": ["down_proj"], "axes": "eoi", "interleaved": False},
+}
 ATTENTION = 2 * 64 * (64 + 32 + 32 + 64)  # two layers of q, k, v, o
 
 
@@ -52,10 +67,11 @@ def adaptation(
     shapes: Mapping[str, tuple[int, ...]],
     config: Mapping[str, Any] = LLAMA_CONFIG,
     dtype: str = "BF16",
+    dtypes: Mapping[str, str] | None = None,
     **params: Any,
 ) -> dict[str, Any]:
     """Run `source` and `adapt` on a model of these tensors; return adaptation.json."""
-    root = write_model(bench.folder / "model", shapes, config, dtype)
+    root = write_model(bench.folder / "model", shapes, config, dtype, dtypes)
     bench.run("source", source.run, Source(model=str(root)))
     table: dict[str, Any] = bench.run("adapt", adapt.run, Adapt(**params)).json("adaptation.json")
     return table
@@ -119,6 +135,7 @@ def test_experts_in_both_layouts_are_counted_from_headers(bench: Any, fused: boo
     assert table["expected_share"] == {"attention": 1.0, "expert": 1.0}
     assert table["experts"]["layout"] == ("fused" if fused else "separate")
     assert table["experts"]["count"] == EXPERTS
+    assert table["experts"]["fused"] == (FUSED if fused else {})
     assert table["ignore"] == ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
     expert_groups = [g for g in table["groups"] if ".experts." in g[0]]
     assert len(expert_groups) == (0 if fused else 2 * EXPERTS)
@@ -165,6 +182,7 @@ def test_mtp_layers_are_recognised_and_kept(bench: Any) -> None:
     assert kept(table).keys() >= extra.keys()
     assert table["ignore"] == ["lm_head", "model.layers.2.*", "mtp.*"]
     assert bench.artifacts["adapt"].metrics["mtp_tensors"] == 3
+    assert table["mtp"] == {"layers_announced": 0, "tensors": 3}
 
 
 def test_announced_mtp_layers_that_are_missing_are_a_warning(bench: Any) -> None:
@@ -185,6 +203,7 @@ def test_an_unknown_tensor_that_is_kept_by_name_is_never_quantized(bench: Any) -
     table = adaptation(bench, shapes, keep=["*projector*"])
     assert table["tensors"]["model.projector.weight"] == {
         "role": "unknown",
+        "scheme": "plain",
         "dtype": "BF16",
         "shape": [64, 64],
         "shard": "model.safetensors",
@@ -239,9 +258,197 @@ def test_the_router_cannot_be_quantized(bench: Any) -> None:
         adaptation(bench, llama_shapes(), quantize=["router"])
 
 
-def test_a_block_fp8_source_is_one_clear_error(bench: Any) -> None:
-    with pytest.raises(InputError, match="is F8_E4M3; expected one of BF16"):
+def test_an_fp8_source_without_scales_is_one_clear_error(bench: Any) -> None:
+    with pytest.raises(InputError, match=r"model\.safetensors.* is F8_E4M3: expected its scales"):
         adaptation(bench, llama_shapes(), dtype="F8_E4M3")
+
+
+def test_a_dtype_that_cannot_be_quantized_is_one_clear_error(bench: Any) -> None:
+    with pytest.raises(InputError, match=r"down_proj\.weight is F8_E8M0; expected one of BF16"):
+        tensorplan.plan(
+            config_of(bench.folder),
+            {n: Weight(n, s, "plain", {"weight": Header(n, "F8_E8M0", s, "m", 0, 0)})
+             for n, s in llama_shapes().items() if "down_proj" in n},
+            Adapt(),
+        )  # fmt: skip
+
+
+BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [64, 32]}
+FP8_DTYPES = {"_proj.weight": "F8_E4M3", "_scale_inv": "F32"}
+
+
+def block_fp8(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    stored = dict(shapes)
+    for name, (rows, *columns) in shapes.items():
+        if name.endswith("_proj.weight"):
+            stored[f"{name}_scale_inv"] = (-(-rows // 64), -(-columns[0] // 32))
+    return stored
+
+
+def test_a_block_fp8_source_is_planned_over_its_weights(bench: Any) -> None:
+    config = {**LLAMA_CONFIG, "quantization_config": BLOCK_FP8}
+    table = adaptation(bench, block_fp8(llama_shapes()), config, dtypes=FP8_DTYPES)
+    assert table["tensors"].keys() == llama_shapes().keys(), "no scale is a weight of its own"
+    entry = table["tensors"]["model.layers.0.mlp.down_proj.weight"]
+    assert (entry["scheme"], entry["dtype"], entry["shape"]) == ("fp8_block", "F8_E4M3", [64, 96])
+    assert entry["quantize"]
+    assert table["linear_parameters"] == ATTENTION + 2 * 3 * 96 * 64
+    assert table["expected_share"] == {"attention": 1.0, "mlp": 1.0}
+
+
+def test_an_mxfp4_or_int4_source_is_planned_at_its_weights_shapes(bench: Any) -> None:
+    shapes = moe_shapes(fused=False)
+    for name in list(shapes):
+        if ".experts." in name:
+            rows, columns = shapes.pop(name)
+            shapes |= {f"{name}_packed": (rows, columns // 8), f"{name}_shape": (2,)}
+            shapes |= {f"{name}_scale": (rows, columns // 32)}
+    weights = {"num_bits": 4, "type": "int", "group_size": 32}
+    quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized",
+                    "config_groups": {"group_0": {"weights": weights}}}  # fmt: skip
+    config = {**MOE_CONFIG, "text_config": {"quantization_config": quantization}}
+    table = adaptation(bench, shapes, config, dtypes={"_packed": "I32", "_shape": "I32"})
+    assert table["linear_parameters_by_role"]["expert"] == 2 * EXPERTS * 3 * WIDTH * 64
+    entry = table["tensors"]["model.layers.1.mlp.experts.7.down_proj.weight"]
+    assert (entry["scheme"], entry["dtype"], entry["shape"]) == ("int4_group", "I32", [64, WIDTH])
+    assert table["experts"]["count"] == EXPERTS
+
+
+def test_an_unknown_quantization_method_is_refused_with_the_known_ones(bench: Any) -> None:
+    config = {**LLAMA_CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    with pytest.raises(InputError, match=r"'gptq' is none.*compressed-tensors, fbgemm_fp8, fp8"):
+        adaptation(bench, llama_shapes(), config)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_nvfp4_source_is_refused_and_told_what_to_take(bench: Any, nested: bool) -> None:
+    declared: dict[str, Any] = {"quantization_config": {"quant_algo": "NVFP4"}}
+    config = {**LLAMA_CONFIG, **({"text_config": declared} if nested else declared)}
+    with pytest.raises(InputError, match=r"config\.json says that the weights are NVFP4") as error:
+        adaptation(bench, llama_shapes(), config)
+    assert "base_model" in str(error.value.hint)
+
+
+def family(**changes: Any) -> ModelConfig:
+    """Return the config of a family made for the test: a prefixed decoder with a vision tower."""
+    return Family("made_up", None, "made_up", 2, 1, 64, False, None, {}, Architecture(**{
+        "model_types": {"made_up": None},
+        "roots": {"made_up": "language_model."},
+        "tensors": """
+            attention  {root}model.layers.{any_layer}.self_attn.{q,k,v}_proj.weight  64, 64
+            expert     {root}model.layers.{any_layer}.mlp.experts.{gate_up,down}_proj  4, 64, 64
+            bias       {root}model.layers.{layer}.mlp.experts.gate_up_proj_bias  4, 64
+            head       {root}lm_head.weight                   128, 64
+            vision     vision_tower.layers.{block}.fc.weight  64, 64
+        """,
+        "quantize": (Role.EXPERT,),
+        "fused_experts": {"gate_up_proj": Fused(("up_proj", "gate_proj"), "eio", True),
+                          "down_proj": Fused(("down_proj",), "eio")},
+        **changes,
+    }))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family(ModelConfig):
+    made: Architecture
+
+    @property
+    def rules(self) -> Architecture:
+        return self.made
+
+
+def made_up_plan(
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], **params: Any
+) -> dict[str, tensorplan.Planned]:
+    headers = {n: Header(n, "BF16", s, "m", 0, 0) for n, s in shapes.items()}
+    return tensorplan.plan(config, formats.weights(headers, {}), Adapt(**params))
+
+
+AT = "language_model.model.layers"
+PREFIXED: dict[str, tuple[int, ...]] = {
+    f"{AT}.0.self_attn.q_proj.weight": (64, 64),
+    f"{AT}.1.mlp.experts.gate_up_proj": (4, 64, 40),
+    f"{AT}.1.mlp.experts.gate_up_proj_bias": (4, 40),
+    f"{AT}.1.mlp.experts.down_proj": (4, 32, 64),
+    f"{AT}.2.mlp.experts.down_proj": (4, 32, 64),
+    "vision_tower.layers.9.fc.weight": (64, 64),
+    "language_model.lm_head.weight": (128, 64),
+}
+
+
+def test_a_prefixed_model_ignores_its_own_names() -> None:
+    config = family()
+    tensors = made_up_plan(config, PREFIXED)
+    assert adapt.ignored(config, tensors) == [
+        "language_model.lm_head",
+        f"{AT}.0.self_attn.q_proj",
+        f"{AT}.2.*",
+        "vision_tower.layers.9.fc",
+    ]
+    without = {n: t for n, t in tensors.items() if "lm_head" not in n}
+    assert "language_model.lm_head" in adapt.ignored(config, without), "engines build one"
+    assert "lm_head" not in adapt.ignored(config, without)
+
+
+def test_layers_of_a_vision_tower_are_neither_mtp_nor_trunk() -> None:
+    config = family()
+    assert tensorplan.role_of(config, "vision_tower.layers.9.fc.weight") is Role.VISION
+    assert tensorplan.role_of(config, f"{AT}.2.self_attn.q_proj.weight") is Role.MTP
+    with pytest.raises(InputError, match="no tensor of layer 1"):
+        adapt.check_complete(config, [f"{AT}.0.x", "vision_tower.layers.1.fc.weight"])
+    with pytest.raises(InputError, match=r"no language_model\.lm_head\.weight"):
+        adapt.check_complete(config, [f"{AT}.0.x", f"{AT}.1.x"])
+
+
+def test_the_input_axis_decides_the_width_and_biases_decide_nothing() -> None:
+    """[E, in, out]: 64 and 32 inputs; 40 outputs do not matter, nor does the bias beside them."""
+    config = family()
+    tensors = made_up_plan(config, PREFIXED)
+    assert tensors[f"{AT}.1.mlp.experts.gate_up_proj"].quantize
+    assert tensors[f"{AT}.1.mlp.experts.down_proj"].quantize
+    assert adapt.experts(config, tensors) == {
+        "layout": "fused",
+        "count": 4,
+        "fused": {
+            "gate_up_proj": {"parts": ("up_proj", "gate_proj"), "axes": "eio", "interleaved": True},
+            "down_proj": {"parts": ("down_proj",), "axes": "eio", "interleaved": False},
+        },
+    }
+    narrow = {**PREFIXED, f"{AT}.1.mlp.experts.gate_up_proj": (4, 40, 64)}
+    reason = made_up_plan(config, narrow)[f"{AT}.1.mlp.experts.gate_up_proj"].reason
+    assert reason == "input width 40 is not a multiple of 16"
+
+
+def test_a_recipe_without_roles_takes_those_of_the_family() -> None:
+    config, name = family(), f"{AT}.0.self_attn.q_proj.weight"
+    assert made_up_plan(config, PREFIXED)[name].reason == "role attention stays in high precision"
+    assert made_up_plan(config, PREFIXED, quantize=["attention"])[name].quantize
+
+
+def test_the_familys_patterns_come_before_the_recipes_and_excuse_nothing_unknown() -> None:
+    config = family(keep=("*.layers.1.*", "*.strange.*"))
+    name = f"{AT}.1.mlp.experts.down_proj"
+    tensors = made_up_plan(config, PREFIXED, keep=["*.experts.*"])
+    assert tensors[name].reason == "kept by the family's pattern *.layers.1.*"
+    strange = {**PREFIXED, f"{AT}.0.strange.weight": (64, 64)}
+    with pytest.raises(InputError, match=r"strange\.weight \[64, 64\]"):
+        made_up_plan(config, strange)
+    kept = made_up_plan(config, strange, keep=["*.strange.*"])
+    assert kept[f"{AT}.0.strange.weight"].reason == "kept by the pattern *.strange.*"
+
+
+def test_a_3d_weight_without_a_fused_layout_is_no_matrix() -> None:
+    config = family(fused_experts={})
+    name = f"{AT}.1.mlp.experts.down_proj"
+    assert made_up_plan(config, PREFIXED)[name].reason == "not a matrix"
+
+
+def test_whether_kept_tensors_keep_the_sources_format_is_recorded() -> None:
+    for keeps in (True, False):
+        config = family(keeps_source_format=keeps)
+        described = adapt.describe(config, made_up_plan(config, PREFIXED))
+        assert described["keeps_source_format"] is keeps
+        assert described["mtp"] == {"layers_announced": 1, "tensors": 1}
 
 
 def test_a_missing_layer(bench: Any) -> None:
@@ -259,7 +466,7 @@ def test_null_architectures_mean_the_familys_class(tmp_path: Path) -> None:
 
 
 def test_another_head_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="expected LlamaForCausalLM"):
+    with pytest.raises(InputError, match="found LlamaForSequenceClassification"):
         config_of(tmp_path, architectures=["LlamaForSequenceClassification"])
 
 
@@ -309,10 +516,10 @@ NAMES = st.sampled_from([*llama_shapes(), *moe_shapes(True), *moe_shapes(False),
 def test_whatever_the_tensors_a_plan_keeps_its_promises(
     shapes: dict[str, list[int]], roles: set[str], keep: list[str]
 ) -> None:
-    config = ModelConfig("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe", 2, 0, 64, False, None)
+    config = ModelConfig("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe", 2, 0, 64, False, None, {})
     headers = {n: Header(n, "BF16", tuple(s), "m", 0, 0) for n, s in shapes.items()}
     params = Adapt(quantize=tuple(roles), keep=(*keep, "vision.*"))
-    tensors = tensorplan.plan(config, headers, params)
+    tensors = tensorplan.plan(config, formats.weights(headers, {}), params)
     assert tensors.keys() == headers.keys()
     for name, tensor in tensors.items():
         assert tensor.quantize == (tensor.reason is None)

@@ -33,7 +33,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 @pytest.mark.parametrize("name", FILES)
 def test_every_shipped_file_parses(name: str) -> None:
     parsed = parse(merge(SOURCE, read(RECIPES / f"{name}.yaml")), name)
-    assert set(parsed.adapt.quantize) <= {role.value for role in QUANTIZABLE}
+    assert set(parsed.adapt.quantize or ()) <= {role.value for role in QUANTIZABLE}
     for corpus in parsed.data.corpora:
         origins = [corpus.reader, corpus.dataset, corpus.jsonl]
         assert len([origin for origin in origins if origin]) == 1

@@ -58,13 +58,17 @@ class Fused:
 
 @dataclass(frozen=True)
 class Engine:
-    """What serving the family needs. `cpu` says why the CPU engine cannot run it, where so."""
+    """What serving the family needs.
+
+    `cpu` says why the CPU engine cannot run it, `eagle3` why it takes no EAGLE-3 draft, where so.
+    """
 
     minimum: str | None = None  # lowest vLLM version
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     prompt: Literal["jinja", "engine"] = "jinja"  # a chat template, or the engine's own encoding
     cpu: str | None = None
+    eagle3: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

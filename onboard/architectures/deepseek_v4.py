@@ -98,6 +98,7 @@ ARCHITECTURE = Architecture(
         reasoning_parser="deepseek_v4",
         prompt="engine",
         cpu="vLLM's CPU kernels for it need AMX, and leave the MTP layer out",
+        eagle3="EAGLE-3: engines define no hidden state of several residual streams",
     ),
     origin="transformers 5.24 DeepseekV4ForCausalLM and the deepseek_v4 conversion; vLLM 0.32 "
     "models/deepseek_v4; shapes and the 35,020 names of V4-Flash as published (69,187 with the "

@@ -59,6 +59,7 @@ ARCHITECTURE = Architecture(
     # Per token in every layer; sliding layers (five of six) stop growing at sliding_window.
     cache="2 * num_key_value_heads * head_dim",
     small={
+        "vocab_size": 262208,
         "num_hidden_layers": 6,
         "vision_config.num_hidden_layers": 2,
         "vision_config.hidden_size": 64,
@@ -67,7 +68,11 @@ ARCHITECTURE = Architecture(
         "vision_config.image_size": 56,
         "mm_tokens_per_image": 4,
     },
-    engine=Engine(minimum="0.8.0", tool_call_parser="pythonic"),
+    engine=Engine(
+        minimum="0.8.0",
+        tool_call_parser="pythonic",
+        cpu="its class is multimodal and needs torchvision, which the CPU engine lacks",
+    ),
     origin="transformers 5.24 Gemma3ForConditionalGeneration with its llava conversion; "
     "vLLM 0.32 gemma3_mm.py; google/gemma-3-27b-it",
     traps=(

@@ -137,7 +137,12 @@ ARCHITECTURE = Architecture(
         "audio_config.num_attention_heads": 2,
         "audio_config.output_proj_dims": 64,
     },
-    engine=Engine(minimum="0.19.0", tool_call_parser="gemma4", reasoning_parser="gemma4"),
+    engine=Engine(
+        minimum="0.19.0",
+        tool_call_parser="gemma4",
+        reasoning_parser="gemma4",
+        cpu="its class is multimodal and needs torchvision, which the CPU engine lacks",
+    ),
     origin="transformers 5.24 Gemma4ForConditionalGeneration; vLLM 0.32 gemma4_mm.py; "
     "NVFP4: nvidia/Gemma-4-31B-IT-NVFP4, nvidia/Gemma-4-26B-A4B-NVFP4",
     traps=(

@@ -40,7 +40,7 @@ ARCHITECTURE = Architecture(
         "gate_up_proj": Fused(("gate_proj", "up_proj")),
         "down_proj": Fused(("down_proj",)),
     },
-    small={"moe_topk": 2, "num_shared_expert": 1, "moe_intermediate_size": 128, "pad_token_id": 0},
+    small={"moe_topk": 2, "num_shared_expert": 1, "moe_intermediate_size": 128},
     engine=Engine(
         minimum="0.10.0", tool_call_parser="hunyuan_a13b", reasoning_parser="hunyuan_a13b"
     ),

@@ -83,7 +83,12 @@ ARCHITECTURE = Architecture(
         "vision_config.vt_intermediate_size": 64,
         "vision_config.intermediate_size": 64,
     },
-    engine=Engine(minimum="0.19.1", tool_call_parser="kimi_k2", reasoning_parser="kimi_k2"),
+    engine=Engine(
+        minimum="0.19.1",
+        tool_call_parser="kimi_k2",
+        reasoning_parser="kimi_k2",
+        cpu="its class is multimodal and needs torchvision, which the CPU engine lacks",
+    ),
     origin="transformers 5.24 Kimi_K25ForConditionalGeneration, DeepseekV3ForCausalLM and the "
     "kimi_k25 conversion; vLLM 0.32 kimi_k25.py, kimi_k25_vit.py; published: 1T, no MTP layer",
     traps=(

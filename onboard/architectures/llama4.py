@@ -85,7 +85,11 @@ ARCHITECTURE = Architecture(
         "vision_config.projector_output_dim": 64,
         "vision_config.vision_output_dim": 64,
     },
-    engine=Engine(minimum="0.8.3", tool_call_parser="llama4_pythonic"),
+    engine=Engine(
+        minimum="0.8.3",
+        tool_call_parser="llama4_pythonic",
+        cpu="its class is multimodal and needs torchvision, which the CPU engine lacks",
+    ),
     origin="transformers 5.24 Llama4ForConditionalGeneration; vLLM 0.32 llama4.py, mllama4.py",
     traps=(
         "Fused experts are [E, in, out]: blocks of 16 run along the middle dimension.",
@@ -93,5 +97,7 @@ ARCHITECTURE = Architecture(
         "intermediate_size is an expert's width, intermediate_size_mlp a dense layer's.",
         "vLLM permutes q_proj and k_proj when it loads them: scales must follow the rows.",
         "The router's weight scales an expert's input, not its output.",
+        "transformers 5.24's multimodal class fails on text alone (image_outputs): call its"
+        " language_model.",
     ),
 )

@@ -103,7 +103,8 @@ ARCHITECTURE = Architecture(
     mtp_layers="mtp_num_hidden_layers",
     # nvidia/Qwen3.5-397B-A17B and 122B-A10B quantize nothing but routed experts: linear_attn,
     # self_attn, shared_expert, its gate, visual, mtp and lm_head stay; mlp.gate too, which the
-    # lists leave out because transformers 5 holds it as a parameter, not as a linear.
+    # lists leave out because transformers 5 holds it as a parameter, not as a linear; and mtp.fc,
+    # which the 397B list leaves out but the files hold in bf16.
     # nvidia/Qwen3.6 is mixed: dense mlp, shared_expert and lm_head become W4A16 NVFP4 as well,
     # attention FP8, in_proj_a and in_proj_b stay. We keep shared_expert and lm_head: they are
     # read for every token and small.
@@ -133,7 +134,12 @@ ARCHITECTURE = Architecture(
         "vision_config.num_position_embeddings": 64,
         "vision_config.out_hidden_size": 128,
     },
-    engine=Engine(minimum="0.17.0", tool_call_parser="qwen3_coder", reasoning_parser="qwen3"),
+    engine=Engine(
+        minimum="0.17.0",
+        tool_call_parser="qwen3_coder",
+        reasoning_parser="qwen3",
+        cpu="its class is multimodal and needs torchvision, which the CPU engine lacks",
+    ),
     origin="transformers 5.24 Qwen3_5MoeForConditionalGeneration; MTP names: vLLM 0.32 "
     "qwen3_5_mtp.py; NVFP4: nvidia/Qwen3.5-397B-A17B-NVFP4, nvidia/Qwen3.6-27B-NVFP4",
     traps=(

@@ -157,6 +157,6 @@ def _tensors(
             continue
         shape = tuple(int(n) for n in evaluate(row.shape, seen, f"shape of {row.template}"))
         for numbers in itertools.product(*(spans[v] for v in inner)):
-            values = dict(zip(inner, numbers, strict=True))
+            values: dict[str, Any] = dict(zip(inner, numbers, strict=True))
             values |= {v: layer for v in outer}
             yield Tensor(row.role, template.format(**values), shape)

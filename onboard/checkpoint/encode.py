@@ -46,8 +46,8 @@ def encode(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> State:
 def is_encoded(name: str, shape: Sequence[int], config: Mapping[str, Any]) -> bool:
     """Whether a published checkpoint with this config stores a tensor as codes and scales."""
     table, module = formats.quantization(config), name.removesuffix(".weight")
-    is_fused = ".experts." in name and not name.endswith((".weight", "bias")) and len(shape) == 3
-    is_matrix = name.endswith(".weight") and len(shape) == 2
+    is_fused = module.endswith("_proj") and len(shape) == 3
+    is_matrix = name.endswith(".weight") and len(shape) == 2 and shape[0] > 1  # no gate of one row
     is_linear = is_fused or (is_matrix and formats.method(config) != "mxfp4")
     of_text = "quantization_config" in config or "language_model." in name
     exempt = module.rpartition(".")[2] in NEVER or any(part in name for part in NEVER_INSIDE)
@@ -169,7 +169,7 @@ def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def _gpt_oss(name: str, weight: Tensor) -> State:
-    codes, exponents = mxfp4.quantize(weight.transpose(-1, -2))
+    codes, exponents = mxfp4.quantize(weight.transpose(-1, -2).contiguous())
     blocks = torch.unflatten(codes, -1, (-1, formats.MXFP4_BLOCK // 2))
     return {f"{name}_blocks": blocks, f"{name}_scales": exponents}
 

@@ -41,7 +41,8 @@ class Runner:
 
     @property
     def model(self) -> Any:
-        return self.skeleton.model
+        """What takes token ids and gives logits."""
+        return self.skeleton.text
 
     def run(
         self,
@@ -89,7 +90,7 @@ def _open(skeleton: Skeleton, read: Callable[[str], Tensor], resident: bool | No
         resident = skeleton.bytes < MEMORY_SHARE * device_memory()
     names = skeleton.targets if resident else skeleton.outside_layers()
     skeleton.load({name: read(name) for name in names})
-    skeleton.finish(skeleton.model if resident else skeleton.model.get_output_embeddings())
+    skeleton.finish(skeleton.model if resident else skeleton.text.get_output_embeddings())
     return Runner(skeleton, read, resident)
 
 

@@ -36,7 +36,8 @@ Weights = Mapping[str, Tensor]
 class Skeleton:
     """The model of `root` on the meta device; `names` are the source's tensors.
 
-    `targets` maps each to the model's parameter or buffer it goes into. Raises InputError where
+    `targets` maps each to the model's parameter or buffer it goes into. `text` is what takes token
+    ids and gives logits: the model, or the language model inside it. Raises InputError where
     transformers has no class for the model, and where the class ignores a tensor.
     """
 
@@ -57,7 +58,8 @@ class Skeleton:
         self.model: Any = model.eval().requires_grad_(False)
         self.mapping = get_model_conversion_mapping(model)
         self.targets = self._targets(names, facts.num_layers)
-        self.layers: nn.ModuleList = model.get_decoder().layers
+        self.text = _causal_model(model)
+        self.layers: nn.ModuleList = self.text.get_decoder().layers
         self.prefix = next(n for n, m in model.named_modules() if m is self.layers)
         self._fill_buffers()
 
@@ -77,7 +79,7 @@ class Skeleton:
     def outside_layers(self) -> list[str]:
         """Return the language model's other tensors: embeddings, last norm, head."""
         inside = {name for names in self.inside_layers() for name in names}
-        decoder, head = self.model.get_decoder(), self.model.get_output_embeddings()
+        decoder, head = self.text.get_decoder(), self.text.get_output_embeddings()
         text = tuple(f"{n}." for n, m in self.model.named_modules() if m is decoder or m is head)
         return [n for n, t in self.targets.items() if n not in inside and t.startswith(text)]
 
@@ -141,6 +143,13 @@ class Skeleton:
                 module._buffers[name] = torch.zeros_like(buffer, device=device_kind())
             if empty:
                 self.model._init_weights(module)
+
+
+def _causal_model(model: Any) -> Any:
+    """Return the whole language model inside of a multimodal one, where it has one (Llama 4)."""
+    inner = getattr(model, "language_model", None)
+    has_head = isinstance(inner, nn.Module) and hasattr(inner, "lm_head")
+    return inner if has_head else model
 
 
 def few(names: Iterable[str]) -> str:

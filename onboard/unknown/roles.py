@@ -32,7 +32,7 @@ WORDS: tuple[tuple[Role, str], ...] = (
 EXPERT_COUNTS = (
     *("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_moe_experts"),
 )
-AGREED, NAMED, SHAPED, CONTRADICTED = 0.95, 0.75, 0.6, 0.4
+AGREED, BANKED, NAMED, SHAPED, CONTRADICTED = 0.95, 0.85, 0.75, 0.6, 0.4
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ def guess(template: Template, config: Mapping[str, Any], num_layers: int | None)
     if num_layers is not None and layers and min(layers) >= num_layers:
         return Guess(Role.MTP, AGREED, f"in layer {min(layers)}, past the trunk")
     named, fitting = by_words(template.name), by_shape(template, config)
+    if named is Role.MLP and fitting == [Role.EXPERT]:
+        return Guess(Role.EXPERT, BANKED, "an MLP, one for each of the config's experts")
     if named and named in fitting:
         return Guess(named, AGREED, "name and shape")
     if named and not fitting:

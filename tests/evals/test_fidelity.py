@@ -130,7 +130,8 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(
     whole = measure(damage)
     digests = {name: entry["sha256"] for name, entry in whole.manifest["files"].items()}
     job = bench.job("fidelity", PARAMS, again=True)
-    kept = ("reference-0000", "reference-0001", "candidate-0000", "worst-0000", "tasks-source")
+    kept = ("reference-0000", "reference-0001", "tasks-source")
+    kept += ("candidate-0000", "weights-0000", "worst-0000")
     for path in job.scratch.iterdir():
         if path.is_file() and not path.name.startswith(kept):
             path.unlink()
