@@ -145,6 +145,22 @@ def plan(model: Model, assignments: Assignments = None, as_json: Json = False) -
 
 
 @app.command()
+def rehearse(model: Model, assignments: Assignments = None, as_json: Json = False) -> None:
+    """Run the whole pipeline on a tiny random twin made from the model's real config."""
+    from onboard.rehearsal import rehearse as run_twin
+    from onboard.rehearsal import text
+    from onboard.runner import store_root
+    from onboard.store import Store
+
+    result, code = run_twin(model, assignments or (), Store(store_root()))
+    if as_json:
+        _print_json(result)
+    else:
+        print(text(result))
+    raise typer.Exit(code)
+
+
+@app.command()
 def recipes(as_json: Json = False) -> None:
     """List the models that have a recipe."""
     from onboard.recipe import names, resolve

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from onboard.architectures import Role
-from onboard.architectures.table import evaluate, generate, namespace
+from onboard.architectures.table import Tensor, evaluate, generate, namespace
 from onboard.checkpoint.declared import declared
 from onboard.checkpoint.formats import Weight, weights
 from onboard.checkpoint.headers import Header
@@ -31,11 +33,11 @@ class Entry:
     quantize: bool
     reason: str | None = None  # why it stays as it is
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def output_bytes(self) -> int:
         """Bytes in the written checkpoint; what is not quantized is copied as it is stored."""
         if not self.quantize:
@@ -59,13 +61,16 @@ class Inventory:
     extra: tuple[str, ...]  # in the file, not in the table, but with a role
     unknown: tuple[str, ...]  # in the file, without a role
 
-    def total(self, *roles: Role, without: tuple[Role, ...] = ()) -> int:
-        """Return the parameters of these roles (all but `without` where none is given)."""
-        return sum(
-            w.parameters
-            for w in self.entries
-            if (not roles or w.role in roles) and w.role not in without
-        )
+    @cached_property
+    def _by_role(self) -> Counter[Role]:
+        counted: Counter[Role] = Counter()
+        for entry in self.entries:
+            counted[entry.role] += entry.parameters
+        return counted
+
+    def total(self, role: Role) -> int:
+        """Return the parameters of a role."""
+        return self._by_role[role]
 
     @cached_property
     def experts(self) -> tuple[int, int]:
@@ -80,7 +85,7 @@ class Inventory:
     @cached_property
     def parameters(self) -> int:
         """Parameters of the model as it is named: all but MTP layers; tied weights once."""
-        return self.total(without=(Role.MTP,))
+        return self._by_role.total() - self.total(Role.MTP)
 
     @cached_property
     def active(self) -> int:
@@ -104,8 +109,9 @@ def take(found: Found, config: ModelConfig, adapt: Adapt) -> Inventory:
     expected = {
         tensor.name: tensor for tensor in generate(config.rules, config.model_type, config.raw)
     }
-    stored = logical(found) if found.headers is not None else _imagined(found, config)
-    unknown = [name for name in stored if role_of(config, name) is Role.UNKNOWN]
+    stored = logical(found) if found.headers is not None else _imagined(found, config, expected)
+    unknown = [name for name in stored if config.rules.role(name) is Role.UNKNOWN
+               and role_of(config, name) is Role.UNKNOWN]  # fmt: skip
     keep = (*adapt.keep, *(_literal(name) for name in unknown))
     chosen = adapt.model_copy(update={"keep": keep})
     entries = tuple(
@@ -128,10 +134,12 @@ def logical(found: Found) -> dict[str, Weight]:
     return weights(found.headers, found.config)
 
 
-def _imagined(found: Found, config: ModelConfig) -> dict[str, Weight]:
+def _imagined(
+    found: Found, config: ModelConfig, expected: Mapping[str, Tensor]
+) -> dict[str, Weight]:
     """Return the weights that a checkpoint with this config would have, at the declared sizes."""
     stored, imagined = declared(found.config), {}
-    for tensor in generate(config.rules, config.model_type, config.raw):
+    for tensor in expected.values():
         bits = stored.stored_bits(role_of(config, tensor.name), tensor.name, tensor.shape)
         size = math.ceil(math.prod(tensor.shape) * bits / 8)
         header = Header(tensor.name, "BF16", tensor.shape, "-", 0, size)

@@ -156,3 +156,15 @@ def _row(run: Run, stage: str, skipped: Mapping[str, str]) -> Rehearsed:
     if outcome.status == "skipped":
         return Rehearsed(stage, "skipped", reason=outcome.reason)
     return Rehearsed(stage, "ran", run.artifacts[stage].record.get("seconds"))
+
+
+def text(document: Mapping[str, Any]) -> str:
+    """Return a rehearsal's document as lines for people."""
+    lines = [f"model    {document['model']}", f"config   {document['config']}"]
+    for row in document["stages"]:
+        took = f"{row['seconds']:.0f} s" if row["seconds"] is not None else row["reason"]
+        lines.append(f"  {row['stage']:<10} {row['status']:<13} {took}")
+    for gate in document["failed_gates"]:
+        found = f"{gate['stage']}.{gate['name']} = {gate['value']}"
+        lines.append(f"  FAILED {found}, limit {gate['bound']} {gate['limit']}")
+    return "\n".join([*lines, f"verdict  {document['verdict']}"])

@@ -6,6 +6,7 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from onboard.architectures import QUANTIZABLE, Role
@@ -23,12 +24,16 @@ class Declared:
     expert_bits: float = BF16
     ignore: tuple[str, ...] = ()  # regular expressions of module names
 
+    @cached_property
+    def _ignored(self) -> re.Pattern[str]:
+        return re.compile("|".join(f"(?:{pattern})" for pattern in self.ignore) or r"(?!)")
+
     def stored_bits(self, role: Role, name: str, shape: tuple[int, ...]) -> float:
         """Return the bits per parameter that a tensor takes in the source; an estimate."""
         module = name.removesuffix(".weight")
         is_matrix = len(shape) >= 2 and min(shape) > 1 and not name.endswith("_bias")
         covered = role in (*QUANTIZABLE, Role.MTP) and is_matrix
-        if not covered or any(re.search(pattern, module) for pattern in self.ignore):
+        if not covered or self._ignored.search(module):
             return BF16
         return self.expert_bits if role is Role.EXPERT or ".experts." in name else self.bits
 
@@ -75,4 +80,5 @@ def _compressed(config: Mapping[str, Any], table: Mapping[str, Any]) -> Declared
 
 def _globs(patterns: list[str] | tuple[str, ...]) -> tuple[str, ...]:
     """Return patterns of module names, which hold for the modules inside too, as expressions."""
-    return tuple(fnmatch.translate(p).removesuffix(r"\Z") + r"(\.|$)" for p in patterns)
+    bodies = (fnmatch.translate(pattern).removesuffix(r"\Z") for pattern in patterns)
+    return tuple(rf"(?:^|\.){body}(?:\.|$)" for body in bodies)
