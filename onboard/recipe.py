@@ -119,6 +119,7 @@ class Calibrate(Section):
 
     batch_size: int = Field(8, ge=1)
     unseen_experts: Literal["layer_max", "error"] = "layer_max"
+    kv_cache: Literal["fp8"] | None = None  # ranges of keys and values, written as scales
     gates: CalibrateGates = CalibrateGates()
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -19,6 +20,7 @@ from torch import Tensor
 from onboard.checkpoint import taps
 from onboard.checkpoint.matrices import EXPERT, Matrix, range_groups, scale_groups
 from onboard.checkpoint.models import Runner, compute_dtype, open_reference
+from onboard.checkpoint.nvfp4 import E4M3_MAX
 from onboard.errors import InputError
 from onboard.hardware import device_kind
 from onboard.pipeline import Job
@@ -50,12 +52,16 @@ def run(job: Job[Calibrate]) -> None:
     ranges = range_groups(groups)
     matrices = [matrix for group in groups for matrix in group]
     runner = open_reference(root(job.inputs["source"]), compute_dtype(), resident=False)
-    seen = measure(runner, matrices, _batches(documents, job.params.batch_size), job.progress)
+    cached = CacheRanges() if job.params.kv_cache else None
+    batches = _batches(documents, job.params.batch_size)
+    seen = measure(runner, matrices, batches, job.progress, cached)
     amax = {name: one.amax for name, one in seen.items() if one.amax is not None}
     settle_ranges(amax, ranges, seen, job)
     tensors = {f"{name}.amax": value for name, value in amax.items()}
     second = shrunk_moments(seen, ranges)
     tensors |= {f"{name}.second_moment": value for name, value in second.items()}
+    if cached is not None:
+        tensors |= cache_scales(cached, adaptation["tensors"], runner.skeleton.inside_layers())
     save_file(dict(sorted(tensors.items())), job.out / "activations.safetensors")
     write_json(job.out / "tokens.json", {name: one.tokens for name, one in seen.items()})
     write_json(job.out / "metrics.json", _metrics(seen))
@@ -107,6 +113,7 @@ def measure(
     matrices: Sequence[Matrix],
     batches: Sequence[Tensor],
     progress: Callable[[str, int, int, str], None] = lambda what, done, total, unit: None,
+    cached: CacheRanges | None = None,
 ) -> dict[str, Inputs]:
     """Push the batches [documents, tokens] through the model; return what entered, by module."""
     places = taps.points(runner.skeleton, matrices)
@@ -115,7 +122,12 @@ def measure(
 
     def forward(batch: Tensor) -> Callable[[], None]:
         def run() -> None:
-            runner.model(batch.to(device_kind()), use_cache=False, logits_to_keep=1)
+            runner.model(
+                batch.to(device_kind()),
+                use_cache=cached is not None,
+                cache=cached and cached.watch(runner.model.config),
+                logits_to_keep=1,
+            )
 
         return run
 
@@ -124,6 +136,46 @@ def measure(
         lambda done, total: progress("activations", done, total, "layers"),
     )
     return {matrix.module: seen[point] for point, held in places.items() for matrix in held}
+
+
+class CacheRanges:
+    """The largest magnitudes of keys (after rotary embedding) and values, by layer."""
+
+    def __init__(self) -> None:
+        self.amax: dict[int, tuple[float, float]] = {}
+
+    def watch(self, config: Any) -> Any:
+        """Return a cache that keeps nothing but these magnitudes."""
+        from transformers import DynamicCache
+
+        ranges = self
+
+        class Watched(DynamicCache):  # type: ignore[misc]
+            def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+                before = ranges.amax.get(layer_idx, (0.0, 0.0))
+                found = (float(key.abs().amax()), float(value.abs().amax()))
+                ranges.amax[layer_idx] = (max(before[0], found[0]), max(before[1], found[1]))
+                return key, value
+
+        return Watched(config=config)
+
+
+def cache_scales(
+    cached: CacheRanges, tensors: Iterable[str], layers: Sequence[Sequence[str]]
+) -> dict[str, Tensor]:
+    """Return `<…k_proj>.k_scale` and `<…v_proj>.v_scale` f32 [], amax over E4M3's largest number.
+
+    Layers without a `k_proj`, which cache something else than keys and values, get none: engines
+    then cache with scale 1.
+    """
+    scales = {}
+    for number, amax in cached.amax.items():
+        for part, largest in zip("kv", amax, strict=True):
+            module = next((n for n in layers[number] if n.endswith(f".{part}_proj.weight")), None)
+            if module in tensors and largest > 0:
+                name = f"{module.removesuffix('.weight')}.{part}_scale"
+                scales[name] = torch.tensor(largest / E4M3_MAX)
+    return scales
 
 
 def settle_ranges(

@@ -62,7 +62,9 @@ def run(job: Job[Quantize]) -> None:
     checkpoint = job.out / "checkpoint"
     checkpoint.mkdir()
     move_finished(written, job.scratch, checkpoint)
-    config.write(source.root, checkpoint, adaptation, params.activations)
+    config.write(
+        source.root, checkpoint, adaptation, params.activations, bool(ranges.cache_scales())
+    )
     job.known_digests.update({f"checkpoint/{n}": sha for n, sha in written.digests.items()})
     write_json(job.out / "tensors.json", written.notes)
     write_json(job.out / "metrics.json", metrics(adaptation, groups, checkpoint, written.notes))
@@ -87,6 +89,10 @@ class Activations:
     def input_scale(self, module: str) -> Tensor:
         """Return `input_scale` f32 []: the range over 6 * 448."""
         return nvfp4.tensor_scale(self._read(f"{module}.amax"))
+
+    def cache_scales(self) -> dict[str, Tensor]:
+        """Return the scales of an FP8 KV cache, f32 [], by the name that the checkpoint has."""
+        return {n: self._read(n) for n in sorted(self._names) if n.endswith((".k_scale", ".v_scale"))}
 
     def second_moment(self, matrix: Matrix) -> Tensor:
         """Return E[x_j^2], f32 [in]; ones where nothing was measured."""
@@ -115,7 +121,11 @@ def plan_units(
             copied = weight.scheme == "plain" or adaptation["keeps_source_format"]
             headers = weight.parts.values()
             units += [_copied(source, h) for h in headers] if copied else [_decoded(source, weight)]
-    return units
+    return [*units, *(_scale(name, scale) for name, scale in activations.cache_scales().items())]
+
+
+def _scale(name: str, scale: Tensor) -> Unit:
+    return Unit((Spec(name, "F32", ()),), lambda notes: [tensor_bytes(scale)])
 
 
 def _copied(source: Reader, header: Header) -> Unit:

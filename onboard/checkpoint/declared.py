@@ -71,11 +71,16 @@ def _compressed(config: Mapping[str, Any], table: Mapping[str, Any]) -> Declared
     kind = str(table.get("format") or group.get("format"))
     scale = 8 if "mxfp4" in kind else 16
     bits = float(weights.get("num_bits") or BF16) + scale / (weights.get("group_size") or 128)
-    ignore = tuple(
-        pattern.removeprefix("re:") if pattern.startswith("re:") else f"^{re.escape(pattern)}$"
-        for pattern in table.get("ignore") or ()
-    )
+    ignore = tuple(_expression(pattern) for pattern in table.get("ignore") or ())
     return Declared(f"compressed-tensors {kind}", bits, bits, ignore)
+
+
+def _expression(pattern: str) -> str:
+    """Return what to search for: compressed-tensors matches `re:` from the start of the name."""
+    if not pattern.startswith("re:"):
+        return f"^{re.escape(pattern)}$"
+    body = pattern.removeprefix("re:").removesuffix(".*")
+    return body.removeprefix(".*") if body.startswith(".*") else f"^(?:{body})"
 
 
 def _globs(patterns: list[str] | tuple[str, ...]) -> tuple[str, ...]:

@@ -24,6 +24,12 @@ from onboard.checkpoint.headers import BITS, INDEX, Header
 from onboard.errors import InputError
 
 CHUNK = 16 * 2**20  # bytes copied at a time; a multiple of every dtype's width
+FLOATS = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 
 Chunks = Iterator[bytes | bytearray | memoryview]
 
@@ -143,21 +149,21 @@ def move_finished(written: Written, folder: Path, destination: Path) -> None:
 
 def copy_bytes(root: Path, header: Header) -> Chunks:
     """Yield a source tensor byte for byte; raises InputError where it holds NaN or Inf."""
-    floats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     with (root / header.shard).open("rb") as f:
         f.seek(header.begin)
         left = header.bytes
         while left:
             data = bytearray(f.read(min(CHUNK, left)))
-            if header.dtype in floats:
-                check_finite(header, torch.frombuffer(data, dtype=floats[header.dtype]))
+            if header.dtype in FLOATS:
+                check_finite(header, torch.frombuffer(data, dtype=FLOATS[header.dtype]))
             left -= len(data)
             yield data
 
 
 def check_finite(header: Header, tensor: Tensor) -> None:
     """Raise InputError for a NaN or an infinity, naming the tensor and its shard."""
-    if not torch.isfinite(tensor).all():
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no maximum
+    if values.numel() and not torch.stack(torch.aminmax(values)).isfinite().all():
         raise InputError(
             f"{header.shard}: tensor {header.name} holds NaN or Inf",
             "download the shard again, or report it to the model's publisher",

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from onboard import adapt, source
+from onboard import adapt, source, twins
 from onboard.checkpoint import nvfp4
 from onboard.checkpoint.matrices import range_groups, scale_groups
 from onboard.checkpoint.models import (
+    Candidate,
     full_precision_activations,
     load_candidate,
     load_reference,
@@ -24,6 +25,7 @@ from onboard.checkpoint.reader import Reader
 from onboard.errors import InputError
 from onboard.quantize import calibrate, rounding, stage
 from onboard.recipe import Adapt, Calibrate, Quantize, Source
+from tests.families import config_of
 
 LLAMA_MATRICES = 2 * 7
 
@@ -177,6 +179,29 @@ def test_w4a16_has_no_input_scale_and_says_so(bench: Any, llama_twin: Path) -> N
         assert torch.equal(before, weights_only(ids).logits)
 
 
+def test_scales_of_an_fp8_cache_are_calibrated_and_declared(bench: Any, llama_twin: Path) -> None:
+    planned(bench, llama_twin)
+    bench.run("calibrate", calibrate.run, Calibrate(kv_cache="fp8"))
+    folder = Path(bench.run("quantize", stage.run, Quantize()).path) / "checkpoint"
+    out = tensors(folder)
+    model = load_reference(llama_twin, torch.float32)
+    values: list[torch.Tensor] = []
+    name = "model.layers.1.self_attn.v_proj"
+    model.get_submodule(name).register_forward_hook(lambda m, a, out: values.append(out))
+    for row in documents():
+        model(torch.tensor([row["ids"]]))
+    amax = max(float(v.abs().max()) for v in values)
+    assert out[f"{name}.v_scale"].item() == pytest.approx(amax / 448, rel=1e-5)
+    assert {n.rpartition(".")[2] for n in out if n.endswith(("k_scale", "v_scale"))} == {
+        "k_scale",
+        "v_scale",
+    }
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert config["kv_cache_scheme"] == {"dynamic": False, "num_bits": 8, "type": "float"}
+    sidecar = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
+    assert sidecar["kv_cache_quant_algo"] == "FP8"
+
+
 def test_experts_are_quantized_and_share_ranges_in_a_layer(
     bench: Any, qwen3_moe_twin: Path
 ) -> None:
@@ -323,3 +348,51 @@ def test_every_matrix_is_in_one_scale_group(bench: Any, qwen3_moe_twin: Path) ->
     shared = [sorted(m.module for m in members) for members in range_groups(groups)]
     assert sum(map(len, shared)) == len(names)
     assert max(map(len, shared)) == 16, "gate and up of eight experts"
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "kimi_k3"])
+def test_an_mxfp4_source_keeps_its_values(bench: Any, tmp_path: Path, case: str) -> None:
+    """Interleaved [E, in, out] experts, and packed ones of their own: exact, not requantized."""
+    twin = twins.write(twins.shrink(config_of(case), vocab_size=512), tmp_path / "twin")
+    bench.run("source", source.run, Source(model=str(twin), allow_remote_code=True))
+    adaptation = bench.run("adapt", adapt.run, Adapt()).json("adaptation.json")
+    bench.put("data", calibration__jsonl=documents())
+    bench.run("calibrate", calibrate.run, Calibrate())
+    artifact = bench.run("quantize", stage.run, Quantize())
+    assert artifact.metrics["relative_error_max"] == 0
+    reader = Reader.open(twin)
+    written = Candidate(artifact.path / "checkpoint", adaptation)
+    assert {reader.weights[name].scheme for name in written.matrices} == {"mxfp4"}
+    for name in written.matrices:
+        assert torch.equal(written.weight(name), reader.weight(name)), name
+
+
+def test_fp8_that_an_engine_reads_stays_and_is_declared_beside_nvfp4(
+    bench: Any, tmp_path: Path
+) -> None:
+    """DeepSeek V4: experts become NVFP4, the rest keeps its bytes and its scales."""
+    twin = twins.write(twins.shrink(config_of("deepseek_v4"), vocab_size=512), tmp_path / "twin")
+    folder = quantized(bench, twin) / "checkpoint"
+    before, after = Reader.open(twin), Reader.open(folder)
+    name = next(n for n in before.weights if n.endswith("attn.wq_a.weight"))
+    for part in before.weights[name].parts.values():
+        assert torch.equal(raw(before.tensor(part.name)), raw(after.tensor(part.name)))
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "fp8"
+    assert config["weight_block_size"] == [128, 128]
+    assert config["quant_algo"] == "MIXED_PRECISION"
+    assert config["quantized_layers"]["layers.0.ffn.experts"]["quant_algo"] == "NVFP4"
+
+
+def test_a_quantized_source_that_becomes_nvfp4_is_declared_once(
+    bench: Any, tmp_path: Path
+) -> None:
+    twin = twins.write(twins.shrink(config_of("kimi_k3"), vocab_size=512), tmp_path / "twin")
+    bench.run("source", source.run, Source(model=str(twin), allow_remote_code=True))
+    bench.run("adapt", adapt.run, Adapt())
+    bench.put("data", calibration__jsonl=documents())
+    bench.run("calibrate", calibrate.run, Calibrate())
+    folder = Path(bench.run("quantize", stage.run, Quantize()).path) / "checkpoint"
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config["text_config"]
+    assert config["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
