@@ -1,7 +1,7 @@
 """The fidelity stage: what the written checkpoint predicts, against its source.
 
-One model is in memory at a time, whole or a layer at a time. The reference's hidden states, and what was measured on each
-batch, stay in scratch, so that a run that was killed goes on from the batch it was in.
+One model is in memory at a time, whole or a layer at a time. The reference's hidden states, and
+what was measured on each batch, stay in scratch, where a run that was killed goes on.
 """
 
 from __future__ import annotations
@@ -152,9 +152,7 @@ def _noise(work: Work, head: Head, states: Mapping[Any, Tensor]) -> Tensor:
     """Return the KL of the reference to itself under bf16 rounding and another batch shape."""
     return torch.cat(
         [
-            _compare(
-                (hidden, head), (states[row["id"]], head), torch.tensor(row["ids"][1:])
-            ).kl
+            _compare((hidden, head), (states[row["id"]], head), torch.tensor(row["ids"][1:])).kl
             for row, hidden in _reference_documents(work)
             if row["id"] in states
         ]

@@ -47,7 +47,14 @@ def run(job: Job[Calibrate]) -> None:
         )
     adaptation = job.inputs["adapt"].json("adaptation.json")
     if adaptation["architecture"] is None:
-        return _without_forward(job, adaptation["model_type"])
+        _without_forward(job, adaptation["model_type"])
+    else:
+        _with_forward(job, adaptation, documents)
+
+
+def _with_forward(
+    job: Job[Calibrate], adaptation: Mapping[str, Any], documents: Sequence[Sequence[int]]
+) -> None:
     groups = scale_groups(adaptation)
     ranges = range_groups(groups)
     matrices = [matrix for group in groups for matrix in group]
@@ -171,10 +178,10 @@ def cache_scales(
     scales = {}
     for number, amax in cached.amax.items():
         for part, largest in zip("kv", amax, strict=True):
-            module = next((n for n in layers[number] if n.endswith(f".{part}_proj.weight")), None)
-            if module in tensors and largest > 0:
-                name = f"{module.removesuffix('.weight')}.{part}_scale"
-                scales[name] = torch.tensor(largest / E4M3_MAX)
+            ending = f".{part}_proj.weight"
+            for name in (n for n in layers[number] if n in tensors and n.endswith(ending)):
+                module = name.removesuffix(".weight")
+                scales[f"{module}.{part}_scale"] = torch.tensor((largest or 1.0) / E4M3_MAX)
     return scales
 
 

@@ -78,5 +78,5 @@ def _mixed(adaptation: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
         "quant_algo": "MIXED_PRECISION",
         "moe_quant_algo": algorithm,
         "group_size": BLOCK,
-        "quantized_layers": {module: layer for module in sorted(modules)},
+        "quantized_layers": dict.fromkeys(sorted(modules), layer),
     }

@@ -7,7 +7,6 @@ expected squared error of the output, under the assumption that inputs are uncor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +44,8 @@ def shared_scale(amax: Tensor, rounding: str) -> Tensor:
 def round_rows(weight: Tensor, scale_2: Tensor, rounding: str, second_moment: Tensor) -> Packed:
     """Round [out, in] with "rtn" or "sweep"; `second_moment` is f32 [in], E[x_j^2]."""
     rows = len(weight) if weight.is_cuda else max(1, CHUNK // weight.shape[-1])
-    parts = [_round(part, scale_2, rounding, second_moment) for part in weight.split(rows)]
+    chunks = torch.split(weight, rows)
+    parts = [_round(part, scale_2, rounding, second_moment) for part in chunks]
     return Packed(
         torch.cat([part.weight for part in parts]),
         torch.cat([part.weight_scale for part in parts]),

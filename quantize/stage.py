@@ -20,6 +20,7 @@ from torch import Tensor
 from onboard.checkpoint import mxfp4, nvfp4
 from onboard.checkpoint.formats import Weight
 from onboard.checkpoint.headers import Header
+from onboard.checkpoint.matrices import Group, Matrix, scale_groups
 from onboard.checkpoint.reader import Reader
 from onboard.checkpoint.writer import (
     Chunks,
@@ -33,7 +34,6 @@ from onboard.checkpoint.writer import (
 from onboard.hardware import cores, device_kind
 from onboard.pipeline import Job
 from onboard.quantize import config, rounding
-from onboard.checkpoint.matrices import Group, Matrix, scale_groups
 from onboard.recipe import Quantize
 from onboard.source import root
 from onboard.store import write_json
@@ -92,7 +92,9 @@ class Activations:
 
     def cache_scales(self) -> dict[str, Tensor]:
         """Return the scales of an FP8 KV cache, f32 [], by the name that the checkpoint has."""
-        return {n: self._read(n) for n in sorted(self._names) if n.endswith((".k_scale", ".v_scale"))}
+        return {
+            n: self._read(n) for n in sorted(self._names) if n.endswith((".k_scale", ".v_scale"))
+        }
 
     def second_moment(self, matrix: Matrix) -> Tensor:
         """Return E[x_j^2], f32 [in]; ones where nothing was measured."""

@@ -136,9 +136,7 @@ def _target(job: Job[Features], source: Path) -> Any:
     if job.params.target == "source":
         return load_reference(source, compute_dtype())
     adaptation = job.inputs["adapt"].json("adaptation.json")
-    return load_candidate(
-        job.inputs["quantize"].path / "checkpoint", adaptation, compute_dtype()
-    )
+    return load_candidate(job.inputs["quantize"].path / "checkpoint", adaptation, compute_dtype())
 
 
 def _keep(record: Path, prompts: Sequence[Any], answers: Sequence[Answer], tokenizer: Any) -> None:

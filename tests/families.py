@@ -113,8 +113,10 @@ def examine(case: str, folder: Path, engine: bool = True) -> Row:
         case,
         source_formats(planned),
         forward(twin, checkpoint, planned),
-        {r: (s, quantized.metrics[f"quantized_share_{r}"])
-         for r, s in planned["expected_share"].items()},  # fmt: skip
+        {
+            r: (s, quantized.metrics[f"quantized_share_{r}"])
+            for r, s in planned["expected_share"].items()
+        },
         names(twin, checkpoint, planned),
         mtp_tensors(twin, checkpoint, planned),
         round(largest_error(twin, checkpoint, planned), 4),
@@ -214,8 +216,8 @@ def load_in_engine(checkpoint: Path) -> str:
 def table(rows: Iterable[Row]) -> str:
     """Return the README's table."""
     lines = [
-        "| model_type | source | forward | NVFP4 share, expected = measured | names | MTP in = out |"
-        " largest error | loads in vLLM on a CPU |",
+        "| model_type | source | forward | NVFP4 share, expected = measured | names "
+        "| MTP in = out | largest error | loads in vLLM on a CPU |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -158,5 +158,5 @@ def _tensors(
         shape = tuple(int(n) for n in evaluate(row.shape, seen, f"shape of {row.template}"))
         for numbers in itertools.product(*(spans[v] for v in inner)):
             values: dict[str, Any] = dict(zip(inner, numbers, strict=True))
-            values |= {v: layer for v in outer}
+            values |= dict.fromkeys(outer, layer)
             yield Tensor(row.role, template.format(**values), shape)

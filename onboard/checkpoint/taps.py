@@ -39,7 +39,7 @@ def points(skeleton: Skeleton, matrices: Iterable[Matrix]) -> dict[Point, list[M
     parameters = dict(skeleton.model.named_parameters())
     found: dict[Point, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
-        target = skeleton.targets.get(matrix.tensor)
+        target = skeleton.targets.get(matrix.tensor, "")
         if target not in parameters:
             raise InputError(f"the model class has no parameter for {matrix.tensor}")
         expert = EXPERT.match(matrix.module)
@@ -90,11 +90,11 @@ class _Watch:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         mode = _Products(self)
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
         self.modes.append(mode)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.modes.pop().__exit__(None, None, None)
+        self.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def replaced(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the input that is to enter `weight`."""

@@ -25,9 +25,7 @@ def test_every_family_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", WITH_A_CLASS)
-def test_the_class_loads_every_name_of_the_table_and_misses_none(
-    case: str, tmp_path: Path
-) -> None:
+def test_the_class_loads_every_name_of_the_table_and_misses_none(case: str, tmp_path: Path) -> None:
     twin = twins.write(twins.shrink(config_of(case), vocab_size=512), tmp_path)
     model = load_reference(twin, torch.float32)
     assert not [name for name, p in model.named_parameters() if p.is_meta]

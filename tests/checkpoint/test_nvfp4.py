@@ -59,7 +59,9 @@ def test_codes_are_the_nearest_values_with_ties_to_even(values: list[float]) -> 
     for value, code in zip(values, found, strict=True):
         distances = [abs(min(abs(value), 6) - magnitude) for magnitude in nvfp4.E2M1]
         nearest = [c for c, d in enumerate(distances) if d == min(distances)]
-        assert code & 7 == (nearest[0] if len(nearest) == 1 else next(c for c in nearest if not c % 2))
+        assert code & 7 == (
+            nearest[0] if len(nearest) == 1 else next(c for c in nearest if not c % 2)
+        )
         assert code >> 3 == (math.copysign(1, value) < 0)
 
 

@@ -384,9 +384,7 @@ def test_fp8_that_an_engine_reads_stays_and_is_declared_beside_nvfp4(
     assert config["quantized_layers"]["layers.0.ffn.experts"]["quant_algo"] == "NVFP4"
 
 
-def test_a_quantized_source_that_becomes_nvfp4_is_declared_once(
-    bench: Any, tmp_path: Path
-) -> None:
+def test_a_quantized_source_that_becomes_nvfp4_is_declared_once(bench: Any, tmp_path: Path) -> None:
     twin = twins.write(twins.shrink(config_of("kimi_k3"), vocab_size=512), tmp_path / "twin")
     bench.run("source", source.run, Source(model=str(twin), allow_remote_code=True))
     bench.run("adapt", adapt.run, Adapt())
