@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onboard.checkpoint.skeleton import decoder_of
 from onboard.errors import InputError
 from onboard.evals.kl import Head
 
@@ -51,7 +52,7 @@ def last_hidden(model: Any, documents: list[list[int]]) -> Tensor:
     longest = max(map(len, documents))
     ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in documents])
     mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in documents])
-    hidden = model.get_decoder()(
+    hidden = decoder_of(model)(
         input_ids=ids.to(model.device), attention_mask=mask.to(model.device), use_cache=False
     ).last_hidden_state
     kept = [states[: len(ids) - 1] for states, ids in zip(hidden, documents, strict=True)]
@@ -63,7 +64,7 @@ def check_head(model: Any, head: Head, ids: list[int]) -> None:
     """Raise InputError where `head` does not give the model's own logits (softcap, scale, ...)."""
     tokens = torch.tensor([ids[:16]], device=model.device)
     states: list[Tensor] = []
-    hook = model.get_decoder().register_forward_hook(
+    hook = decoder_of(model).register_forward_hook(
         lambda module, args, output: states.append(output.last_hidden_state)
     )
     own = model(input_ids=tokens, use_cache=False).logits[0, :, : head.vocabulary].float()

@@ -240,8 +240,5 @@ def _num_mtp(tensors: Plan) -> int:
 
 
 def _mtp_wildcard(name: str) -> str:
-    layer = re.match(r"(?:.*\.)?layers\.\d+\.", name)
-    is_prefixed = re.match(r"(?:.*\.)?mtp\.", name)
-    whole = is_prefixed or layer
-    assert whole is not None
-    return f"{whole[0]}*"
+    block = re.match(r"(?:.*?\.)?mtp\w*\.", name) or re.match(r"(?:.*\.)?layers\.\d+\.", name)
+    return f"{block[0]}*" if block else module_of(name)

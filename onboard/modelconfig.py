@@ -116,4 +116,4 @@ def _rope_theta(path: Path, config: Mapping[str, Any]) -> float | None:
     if None not in (nested, top) and nested != top:
         raise InputError(f"{path}: rope_theta is {top} at the top and {nested} in rope_parameters")
     found = top if nested is None else nested
-    return None if found is None else float(found)
+    return float(found) if isinstance(found, int | float) else None  # Step has one a layer

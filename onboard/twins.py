@@ -26,9 +26,9 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "q_lora_rank": 64,
-    "kv_lora_rank": 64,
+    "kv_lora_rank": 512,  # as published: engines have kernels for this width alone
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 32,
     "n_routed_experts": 8,
     "num_experts": 8,
@@ -64,7 +64,8 @@ def shrink(config: Mapping[str, Any], vocab_size: int | None = None) -> dict[str
                 table[key] = value[:kept] + value[layers:]
             elif key in COMMON and isinstance(value, int):
                 table[key] = min(value, COMMON[key])
-    text["num_hidden_layers"] = kept
+    if "num_hidden_layers" in text:
+        text["num_hidden_layers"] = kept
     small = _lay_over(small, text, rules.small, kept)
     return small if vocab_size is None else with_vocabulary(small, vocab_size)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from onboard.checkpoint.skeleton import decoder_of
 from onboard.errors import InputError
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f")
@@ -33,7 +34,7 @@ def aux_layers(num_layers: int) -> tuple[int, int, int]:
 
 def final_norm(model: Any) -> Any:
     """Return the norm between the last layer and the head of a transformers causal LM."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     for name in FINAL_NORMS:
         if (norm := getattr(decoder, name, None)) is not None:
             return norm
@@ -49,7 +50,7 @@ class Capture:
     """
 
     def __init__(self, model: Any) -> None:
-        decoder, norm = model.get_decoder(), final_norm(model)
+        decoder, norm = decoder_of(model), final_norm(model)
         boundaries = [*decoder.layers, norm]
         self.modules = [*(boundaries[i] for i in aux_layers(len(decoder.layers))), norm]
         self.states: dict[int, list[Tensor | None]] = defaultdict(self._empty)  # by thread

@@ -199,18 +199,33 @@ def load_in_engine(checkpoint: Path) -> str:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    done = subprocess.run(
-        [find().python, HERE / "engines" / "load_model.py", checkpoint],
-        env=environment(os.environ, variables),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    if done.returncode == 0:
-        return "yes"
-    said = re.findall(r"^(?:\w+\.)*(\w*Error|AssertionError)\b:? ?(.*)$", done.stderr, re.M)
-    kind, message = said[0] if said else ("exit", str(done.returncode))
-    return f"{kind}: {message}".strip(": ")[:160]
+    for dtype in ("float32", "bfloat16"):
+        done = subprocess.run(
+            [find().python, HERE / "engines" / "load_model.py", checkpoint, dtype],
+            env=environment(os.environ, variables),
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        if done.returncode == 0:
+            return "yes"
+        if "requires BF16" not in done.stderr + done.stdout:
+            break
+    return reason(done.stdout + done.stderr)
+
+
+def reason(log: str) -> str:
+    """Return the last error that an engine's log names, but for what only repeats another."""
+    lines = [line.partition("]: ")[2] if line.startswith("[rank") else line
+             for line in log.splitlines()]  # fmt: skip
+    errors = [
+        line.strip() for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line.strip())
+    ]
+    said = [e for e in errors if "See root cause" not in e] or ["it says nothing"]
+    detail = next((line.strip() for line in lines if "Value error," in line), "")
+    return (f"{said[-1].rpartition('.')[2] if ':' not in said[-1] else said[-1]} {detail}")[
+        :160
+    ].strip()
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -61,7 +61,7 @@ ARCHITECTURE = Architecture(
     # the indexer's key in FP8 with its scale (132).
     cache="kv_lora_rank + kv_lora_rank // 32 + 2 * qk_rope_head_dim"
     " + index_head_dim + index_head_dim // 32",
-    small={"num_key_value_heads": 4, "index_n_heads": 4, "index_head_dim": 32},
+    small={"num_key_value_heads": 4, "index_n_heads": 4, "index_head_dim": 128},
     engine=Engine(
         minimum="0.18.0",
         tool_call_parser="deepseek_v32",

@@ -69,7 +69,7 @@ ARCHITECTURE = Architecture(
     # the indexer's key in FP8 with its scale (132) where the layer owns one.
     cache="kv_lora_rank + kv_lora_rank // 32 + 2 * qk_rope_head_dim"
     ' + (index_head_dim + index_head_dim // 32 if indexer_types[layer] in ("full", "F") else 0)',
-    small={"num_key_value_heads": 4, "index_n_heads": 4, "index_head_dim": 32},
+    small={"num_key_value_heads": 4, "index_n_heads": 4, "index_head_dim": 128},
     engine=Engine(
         minimum="0.23.0",
         tool_call_parser="glm47",

@@ -4,24 +4,24 @@ from onboard.architectures import Architecture, Engine, Fused, Role
 
 ARCHITECTURE = Architecture(
     model_types={"longcat_flash": "LongcatFlashForCausalLM"},
-    # The published config counts layers as num_layers. To transformers and engines
-    # num_hidden_layers is the number of attentions, twice that.
+    # The published config and its names count layers as num_layers. To transformers and engines
+    # num_hidden_layers is the number of attentions, twice that; here it is the former.
     tensors="""
     embed      model.embed_tokens.weight                             vocab_size, hidden_size
-    norm       model.layers.{layer}.{input,post_attention}_layernorm.{half}.weight  hidden_size  if layer < num_layers
-    attention  model.layers.{layer}.self_attn.{half}.q_a_proj.weight  q_lora_rank, hidden_size  if layer < num_layers
-    norm       model.layers.{layer}.self_attn.{half}.q_a_layernorm.weight  q_lora_rank  if layer < num_layers
-    attention  model.layers.{layer}.self_attn.{half}.q_b_proj.weight  num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim), q_lora_rank  if layer < num_layers
-    attention  model.layers.{layer}.self_attn.{half}.kv_a_proj_with_mqa.weight  kv_lora_rank + qk_rope_head_dim, hidden_size  if layer < num_layers
-    norm       model.layers.{layer}.self_attn.{half}.kv_a_layernorm.weight  kv_lora_rank  if layer < num_layers
-    attention  model.layers.{layer}.self_attn.{half}.kv_b_proj.weight  num_attention_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank  if layer < num_layers
-    attention  model.layers.{layer}.self_attn.{half}.o_proj.weight   hidden_size, num_attention_heads * v_head_dim  if layer < num_layers
-    mlp        model.layers.{layer}.mlps.{half}.{gate,up}_proj.weight  ffn_hidden_size, hidden_size  if layer < num_layers
-    mlp        model.layers.{layer}.mlps.{half}.down_proj.weight     hidden_size, ffn_hidden_size  if layer < num_layers
-    router     model.layers.{layer}.mlp.router.classifier.weight     n_routed_experts + zero_expert_num, hidden_size  if layer < num_layers
-    bias       model.layers.{layer}.mlp.router.e_score_correction_bias  n_routed_experts + zero_expert_num  if layer < num_layers
-    expert     model.layers.{layer}.mlp.experts.{expert}.{gate,up}_proj.weight  expert_ffn_hidden_size, hidden_size  if layer < num_layers
-    expert     model.layers.{layer}.mlp.experts.{expert}.down_proj.weight  hidden_size, expert_ffn_hidden_size  if layer < num_layers
+    norm       model.layers.{layer}.{input,post_attention}_layernorm.{half}.weight  hidden_size
+    attention  model.layers.{layer}.self_attn.{half}.q_a_proj.weight  q_lora_rank, hidden_size
+    norm       model.layers.{layer}.self_attn.{half}.q_a_layernorm.weight  q_lora_rank
+    attention  model.layers.{layer}.self_attn.{half}.q_b_proj.weight  num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim), q_lora_rank
+    attention  model.layers.{layer}.self_attn.{half}.kv_a_proj_with_mqa.weight  kv_lora_rank + qk_rope_head_dim, hidden_size
+    norm       model.layers.{layer}.self_attn.{half}.kv_a_layernorm.weight  kv_lora_rank
+    attention  model.layers.{layer}.self_attn.{half}.kv_b_proj.weight  num_attention_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank
+    attention  model.layers.{layer}.self_attn.{half}.o_proj.weight   hidden_size, num_attention_heads * v_head_dim
+    mlp        model.layers.{layer}.mlps.{half}.{gate,up}_proj.weight  ffn_hidden_size, hidden_size
+    mlp        model.layers.{layer}.mlps.{half}.down_proj.weight     hidden_size, ffn_hidden_size
+    router     model.layers.{layer}.mlp.router.classifier.weight     n_routed_experts + zero_expert_num, hidden_size
+    bias       model.layers.{layer}.mlp.router.e_score_correction_bias  n_routed_experts + zero_expert_num
+    expert     model.layers.{layer}.mlp.experts.{expert}.{gate,up}_proj.weight  expert_ffn_hidden_size, hidden_size
+    expert     model.layers.{layer}.mlp.experts.{expert}.down_proj.weight  hidden_size, expert_ffn_hidden_size
     norm       model.norm.weight                                     hidden_size
     head       lm_head.weight                                        vocab_size, hidden_size  if not tie_word_embeddings
     mtp        model.mtp.embed_tokens.weight                         vocab_size, hidden_size  if num_nextn_predict_layers
@@ -47,7 +47,7 @@ ARCHITECTURE = Architecture(
     buffer     model.layers.{layer}.self_attn.{half}.rotary_emb.inv_freq  qk_rope_head_dim // 2
     """,
     defaults={
-        "num_hidden_layers": "2 * num_layers",
+        "num_hidden_layers": "num_layers",
         "zero_expert_num": "0",
         "num_nextn_predict_layers": "1",  # not in the published config; one layer is in the files
         "tie_word_embeddings": "False",
@@ -62,12 +62,10 @@ ARCHITECTURE = Architecture(
         "down_proj": Fused(("down_proj",)),
     },
     experts_per_token="moe_topk",
-    # Of one attention, of which a layer has two: sum over num_hidden_layers.
-    cache="kv_lora_rank + qk_rope_head_dim",
+    cache="2 * (kv_lora_rank + qk_rope_head_dim)",  # of two attentions
     small={
-        "num_hidden_layers": 4,
         "num_layers": 2,
-        "head_dim": 16,  # of the rotated part; the published config leaves it out
+        "head_dim": 64,  # of the rotated part; the published config leaves it out
         "ffn_hidden_size": 128,
         "expert_ffn_hidden_size": 64,
         "moe_topk": 2,

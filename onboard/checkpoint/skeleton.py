@@ -59,7 +59,7 @@ class Skeleton:
         self.mapping = get_model_conversion_mapping(model)
         self.targets = self._targets(names, facts.num_layers)
         self.text = _causal_model(model)
-        self.layers: nn.ModuleList = self.text.get_decoder().layers
+        self.layers: nn.ModuleList = decoder_of(self.text).layers
         self.prefix = next(n for n, m in model.named_modules() if m is self.layers)
         self._fill_buffers()
 
@@ -79,7 +79,7 @@ class Skeleton:
     def outside_layers(self) -> list[str]:
         """Return the language model's other tensors: embeddings, last norm, head."""
         inside = {name for names in self.inside_layers() for name in names}
-        decoder, head = self.text.get_decoder(), self.text.get_output_embeddings()
+        decoder, head = decoder_of(self.text), self.text.get_output_embeddings()
         text = tuple(f"{n}." for n, m in self.model.named_modules() if m is decoder or m is head)
         return [n for n, t in self.targets.items() if n not in inside and t.startswith(text)]
 
@@ -150,6 +150,12 @@ def _causal_model(model: Any) -> Any:
     inner = getattr(model, "language_model", None)
     has_head = isinstance(inner, nn.Module) and hasattr(inner, "lm_head")
     return inner if has_head else model
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the part of a causal model between token ids and the head: it holds the layers."""
+    decoder = model.get_decoder()
+    return decoder if hasattr(decoder, "layers") else decoder.model
 
 
 def few(names: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """Runs in the engine's interpreter: load a checkpoint, generate three tokens, print them as JSON.
 
-load_model.py MODEL
+load_model.py MODEL DTYPE
 """
 
 import json
@@ -12,7 +12,7 @@ if __name__ == "__main__":
     engine = LLM(
         sys.argv[1],
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=sys.argv[2],
         enforce_eager=True,
         max_model_len=64,
         max_num_seqs=2,
