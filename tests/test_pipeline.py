@@ -299,3 +299,21 @@ def test_a_cached_run_imports_no_torch(world: Path) -> None:
         """
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_family_s_file_is_code_of_adapt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another family's file must not make a finished calibration run again."""
+
+    def digests() -> dict[str, str]:
+        codehash.code_digest.cache_clear()
+        return {m: codehash.code_digest(m) for m in ("onboard.adapt", "onboard.quantize.calibrate")}
+
+    before, tree = digests(), codehash._tree_digest
+    changed = "onboard.architectures.llama"
+    monkeypatch.setattr(
+        codehash, "_tree_digest", lambda name: "new" if name == changed else tree(name)
+    )
+    after = digests()
+    codehash.code_digest.cache_clear()
+    assert before["onboard.adapt"] != after["onboard.adapt"]
+    assert before["onboard.quantize.calibrate"] == after["onboard.quantize.calibrate"]

@@ -91,7 +91,13 @@ ARCHITECTURE = Architecture(
     cache="(head_dim + qk_rope_head_dim + 8"
     " + (index_head_dim + index_head_dim // 32 if compress_ratios[layer] == 4 else 0))"
     " / compress_ratios[layer] if compress_ratios[layer] else 0",
-    small={"o_groups": 2, "o_lora_rank": 32, "index_n_heads": 4, "index_head_dim": 128, "head_dim": 64},
+    small={
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "index_n_heads": 4,
+        "index_head_dim": 128,
+        "head_dim": 64,
+    },
     engine=Engine(
         minimum="0.20.0",
         tool_call_parser="deepseek_v4",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import signal
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -72,3 +75,53 @@ def test_nan_or_inf_names_tensor_and_shard(tmp_path: Path, poison: float) -> Non
     header = read_headers(tmp_path)["model.norm.weight"]
     with pytest.raises(InputError, match=r"model\.safetensors: tensor model\.norm\.weight"):
         list(copy_bytes(tmp_path, header))
+
+
+def test_several_workers_write_the_same_bytes(tmp_path: Path) -> None:
+    units = [unit(f"t{i}", torch.randn(64, 16)) for i in range(9)]
+    for workers in (1, 3):
+        (tmp_path / str(workers)).mkdir()
+    alone, together = (write(units, tmp_path / str(n), 4096, workers=n) for n in (1, 3))
+    assert alone == together
+    assert len(alone.digests) == 9
+
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from onboard.checkpoint.writer import Spec, Unit, tensor_bytes, write
+
+def unit(n):
+    def make(notes):
+        if n == 5 and sys.argv[2] == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield tensor_bytes(torch.full((64, 64), float(n)))
+    return Unit((Spec(f"t{n}", "F32", (64, 64)),), make)
+
+folder = Path(sys.argv[1])
+write([unit(n) for n in range(8)], folder, shard_bytes=16384, workers=2)
+"""
+
+
+def test_kill_9_while_writing_keeps_finished_shards(tmp_path: Path) -> None:
+    def run(folder: Path, how: str) -> int:
+        folder.mkdir(exist_ok=True)
+        return subprocess.run([sys.executable, "-c", KILLED, str(folder), how]).returncode
+
+    assert run(tmp_path / "killed", "die") == -signal.SIGKILL
+    receipts = {p: p.stat().st_mtime_ns for p in (tmp_path / "killed").glob("*.receipt.json")}
+    assert receipts, "no shard was finished before the kill"
+    assert run(tmp_path / "killed", "live") == run(tmp_path / "whole", "live") == 0
+    assert all(p.stat().st_mtime_ns == then for p, then in receipts.items()), "made twice"
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "killed" / path.name).read_bytes()
+    assert not list((tmp_path / "killed").glob("*.partial"))
+
+
+@pytest.mark.parametrize("codes", [0x7F, 0xFF])
+def test_a_nan_among_fp8_codes_is_found(tmp_path: Path, codes: int) -> None:
+    bad = torch.zeros(64, dtype=torch.uint8)
+    bad[9] = codes
+    save_file({"w": bad.view(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="tensor w holds NaN"):
+        list(copy_bytes(tmp_path, read_headers(tmp_path)["w"]))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from onboard import adapt, source, twins
+from onboard import adapt, lookup, planning, source, twins
 from onboard.checkpoint import nvfp4
 from onboard.checkpoint.matrices import range_groups, scale_groups
 from onboard.checkpoint.models import (
@@ -394,3 +394,11 @@ def test_a_quantized_source_that_becomes_nvfp4_is_declared_once(bench: Any, tmp_
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config["text_config"]
     assert config["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
+
+
+def test_the_plan_foresees_the_bytes_that_are_written(bench: Any, qwen3_moe_twin: Path) -> None:
+    quantized(bench, qwen3_moe_twin)
+    written = bench.artifacts["quantize"].metrics["checkpoint_bytes"]
+    planned = planning.plan(lookup.find(str(qwen3_moe_twin)))
+    headers = written - planned["output"]["total_bytes"]  # JSON headers, and scalars
+    assert 0 <= headers < 0.2 * written
