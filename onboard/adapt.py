@@ -35,6 +35,8 @@ from onboard.tensorplan import (
 
 NO_LINEAR_LAYER = (Role.EMBED, Role.NORM, Role.BIAS, Role.BUFFER)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# vLLM fuses these two under a name of its own, and not every model class of it maps that back.
+ENGINE_NAMES = dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj")
 LOOK_UPS = ("embed_tokens", "embed", "tok_emb")  # the copies that MTP layers hold
 
 
@@ -88,7 +90,11 @@ def ignored(config: ModelConfig, tensors: Plan) -> list[str]:
         elif tensor.quantize or len(tensor.shape) < 2 or tensor.role in NO_LINEAR_LAYER:
             continue
         else:
-            names.add(expert_container(name) or module_of(name))
+            module = expert_container(name) or module_of(name)
+            parent, projection = split_module(module)
+            names.add(module)
+            if projection in ENGINE_NAMES:
+                names.add(f"{parent}.{ENGINE_NAMES[projection]}")
     return sorted(names)
 
 

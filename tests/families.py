@@ -120,7 +120,7 @@ def examine(case: str, folder: Path, engine: bool = True) -> Row:
         names(twin, checkpoint, planned),
         mtp_tensors(twin, checkpoint, planned),
         round(largest_error(twin, checkpoint, planned), 4),
-        load_in_engine(checkpoint) if engine else "not tried",
+        load_in_engine(case, checkpoint) if engine else "not tried",
     )
 
 
@@ -188,8 +188,9 @@ def largest_error(twin: Path, checkpoint: Path, planned: Mapping[str, Any]) -> f
     return max(errors)
 
 
-def load_in_engine(checkpoint: Path) -> str:
+def load_in_engine(case: str, checkpoint: Path) -> str:
     """Load in vLLM's own process; return "yes", or the reason it gives for not doing so."""
+    from onboard.architectures import by_model_type, families
     from onboard.engines.environment import find
     from onboard.engines.server import environment
 
@@ -209,23 +210,20 @@ def load_in_engine(checkpoint: Path) -> str:
         )
         if done.returncode == 0:
             return "yes"
-        if "requires BF16" not in done.stderr + done.stdout:
-            break
-    return reason(done.stdout + done.stderr)
+    declared = families()[by_model_type()[case]].engine.cpu
+    return reason(done.stdout + done.stderr, declared or "it says no more")
 
 
-def reason(log: str) -> str:
-    """Return the last error that an engine's log names, but for what only repeats another."""
-    lines = [line.partition("]: ")[2] if line.startswith("[rank") else line
-             for line in log.splitlines()]  # fmt: skip
-    errors = [
-        line.strip() for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line.strip())
-    ]
-    said = [e for e in errors if "See root cause" not in e] or ["it says nothing"]
-    detail = next((line.strip() for line in lines if "Value error," in line), "")
-    return (f"{said[-1].rpartition('.')[2] if ':' not in said[-1] else said[-1]} {detail}")[
-        :160
-    ].strip()
+def reason(log: str, declared: str) -> str:
+    """Return the last error that an engine's log names; `declared` explains one without words."""
+    lines = [re.sub(r"^\[rank\d\]: ", "", line).strip() for line in log.splitlines()]
+    if absent := next((line for line in lines if line.startswith("ModuleNotFoundError")), None):
+        return absent
+    if refused := next((line for line in lines if line.startswith("Value error, ")), None):
+        return refused.removeprefix("Value error, ").partition(" [type=")[0][:160]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    said = [error for error in errors if "See root cause" not in error][-1:] or [declared]
+    return (said[0] if ":" in said[0] else f"{said[0]}: {declared}")[:160]
 
 
 def table(rows: Iterable[Row]) -> str:

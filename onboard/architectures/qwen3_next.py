@@ -72,8 +72,8 @@ ARCHITECTURE = Architecture(
     small={
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
     },
     engine=Engine(minimum="0.10.2", tool_call_parser="hermes", reasoning_parser="qwen3"),
     origin="transformers 5.24 Qwen3NextForCausalLM and its qwen2_moe conversion; MTP names: "

@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from onboard import twins
+from onboard.adapt import ignored
 from onboard.architectures import by_model_type, families
 from onboard.checkpoint.models import load_reference
+from onboard.checkpoint.reader import Reader
+from onboard.modelconfig import read_config
+from onboard.recipe import Adapt
+from onboard.tensorplan import plan
 from tests.families import CASES, FAST, config_of, examine, faults
 
 pytestmark = pytest.mark.skipif(
@@ -35,3 +40,11 @@ def test_the_class_loads_every_name_of_the_table_and_misses_none(case: str, tmp_
 def test_no_weight_is_skipped_on_the_way_to_nvfp4(case: str, tmp_path: Path) -> None:
     """`make families` does this for every family, and loads the result in the engine."""
     assert faults(examine(case, tmp_path, engine=False)) == []
+
+
+def test_what_vllm_fuses_under_another_name_is_ignored_under_it_too(tmp_path: Path) -> None:
+    """LongCat's class there maps no fused_qkv_a_proj back to q_a_proj: it took bf16 for NVFP4."""
+    twin = twins.write(twins.shrink(config_of("longcat_flash"), vocab_size=512), tmp_path)
+    config = read_config(twin)
+    tensors = plan(config, Reader.open(twin).weights, Adapt())
+    assert "model.layers.0.self_attn.1.fused_qkv_a_proj" in ignored(config, tensors)
