@@ -133,7 +133,8 @@ class QuantizeGates(Section):
 class Quantize(Section):
     """How weights become NVFP4."""
 
-    rounding: Literal["rtn", "sweep"] = "sweep"
+    rounding: Literal["rtn", "sweep", "sequential"] = "sweep"
+    batch_size: int = Field(8, ge=1)  # documents a pass of the sequential rounding takes
     activations: Literal["nvfp4", "none"] = "nvfp4"  # W4A4 or W4A16
     shard_bytes: int = Field(4 * 2**30, ge=2**20)
     workers: int | None = Field(None, ge=1)  # shards written at once; null: one a core

@@ -33,8 +33,8 @@ STAGES = (
     Stage(
         "quantize",
         "onboard.quantize.stage:run",
-        (WEIGHTS, "adapt", "calibrate"),
-        packages=("torch",),
+        (WEIGHTS, "adapt", "calibrate", "data/calibration.jsonl"),
+        packages=TORCH,
         costly=True,
     ),
     Stage(

@@ -60,7 +60,7 @@ def _with_forward(
     matrices = [matrix for group in groups for matrix in group]
     runner = open_reference(root(job.inputs["source"]), compute_dtype(), resident=False)
     cached = CacheRanges() if job.params.kv_cache else None
-    batches = _batches(documents, job.params.batch_size)
+    batches = document_batches(documents, job.params.batch_size)
     seen = measure(runner, matrices, batches, job.progress, cached)
     amax = {name: one.amax for name, one in seen.items() if one.amax is not None}
     settle_ranges(amax, ranges, seen, job)
@@ -251,7 +251,7 @@ def _shrink(alike: Sequence[Matrix], moments: Mapping[str, Inputs]) -> dict[str,
     return result
 
 
-def _batches(documents: Sequence[Sequence[int]], size: int) -> list[Tensor]:
+def document_batches(documents: Sequence[Sequence[int]], size: int) -> list[Tensor]:
     """Return [n, length] ids of equally long documents: padding would count as activations."""
     batches = []
     for _, alike in itertools.groupby(sorted(documents, key=len), key=len):

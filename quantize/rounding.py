@@ -38,7 +38,7 @@ def shared_scale(amax: Tensor, rounding: str) -> Tensor:
     """Return the one `weight_scale_2` f32 [] of matrices with weights up to `amax` f32 []."""
     if amax == 0:
         amax = torch.ones_like(amax)  # all-zero weights: any positive scale stores them exactly
-    return nvfp4.tensor_scale(amax, SWEEP_SCALE_MAX if rounding == "sweep" else nvfp4.E4M3_MAX)
+    return nvfp4.tensor_scale(amax, nvfp4.E4M3_MAX if rounding == "rtn" else SWEEP_SCALE_MAX)
 
 
 def round_rows(weight: Tensor, scale_2: Tensor, rounding: str, second_moment: Tensor) -> Packed:

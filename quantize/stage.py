@@ -21,6 +21,7 @@ from onboard.checkpoint import mxfp4, nvfp4
 from onboard.checkpoint.formats import Weight
 from onboard.checkpoint.headers import Header
 from onboard.checkpoint.matrices import Group, Matrix, scale_groups
+from onboard.checkpoint.models import compute_dtype, open_reference
 from onboard.checkpoint.reader import Reader
 from onboard.checkpoint.writer import (
     Chunks,
@@ -34,6 +35,8 @@ from onboard.checkpoint.writer import (
 from onboard.hardware import cores, device_kind
 from onboard.pipeline import Job
 from onboard.quantize import config, rounding
+from onboard.quantize.calibrate import document_batches
+from onboard.quantize.sequential import Layers, compensate
 from onboard.recipe import Quantize
 from onboard.source import root
 from onboard.store import write_json
@@ -51,7 +54,10 @@ def run(job: Job[Quantize]) -> None:
     if adaptation["architecture"] is None:  # calibrate ran no forward pass, and said so
         params = params.model_copy(update={"activations": "none"})
     ranges = Activations(job.inputs["calibrate"].path / "activations.safetensors")
-    units = plan_units(source, adaptation, groups, ranges, params)
+    layers = None
+    if params.rounding == "sequential" and adaptation["architecture"] is not None:
+        layers = _compensate(job, source, groups, ranges)
+    units = plan_units(source, adaptation, groups, ranges, params, layers)
     written = write(
         units,
         job.scratch,
@@ -68,6 +74,25 @@ def run(job: Job[Quantize]) -> None:
     job.known_digests.update({f"checkpoint/{n}": sha for n, sha in written.digests.items()})
     write_json(job.out / "tensors.json", written.notes)
     write_json(job.out / "metrics.json", metrics(adaptation, groups, checkpoint, written.notes))
+
+
+def _compensate(
+    job: Job[Quantize], source: Reader, groups: Iterable[Group], ranges: Activations
+) -> Layers:
+    """Round layer after layer on the calibration documents; what MXFP4 holds exactly stays."""
+    folder = job.scratch / "layers"
+    folder.mkdir(exist_ok=True)
+    documents = [row["ids"] for row in job.inputs["data"].lines("calibration.jsonl")]
+    inexact = [g for g in groups if {source.weights[m.tensor].scheme for m in g} != {"mxfp4"}]
+    compensate(
+        open_reference(source.root, compute_dtype(), resident=False),
+        inexact,
+        document_batches(documents, job.params.batch_size),
+        ranges.input_scale if job.params.activations == "nvfp4" else None,
+        folder,
+        lambda done, total: job.progress("rounding", done, total, "layers"),
+    )
+    return Layers(folder)
 
 
 @dataclass(frozen=True)
@@ -109,8 +134,12 @@ def plan_units(
     groups: Iterable[Group],
     activations: Activations,
     params: Quantize,
+    layers: Layers | None = None,
 ) -> list[Unit]:
-    """Return what to write, in the source's order: a unit per scale group, or per kept weight."""
+    """Return what to write, in the source's order: a unit per scale group, or per kept weight.
+
+    `layers` holds matrices that are rounded already.
+    """
     by_tensor: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         by_tensor[group[0].tensor].append(group)
@@ -118,7 +147,7 @@ def plan_units(
     units: list[Unit] = []
     for name, weight in source.weights.items():
         if name in by_tensor:
-            units += [_quantized(source, g, activations, params) for g in by_tensor[name]]
+            units += [_quantized(source, g, activations, params, layers) for g in by_tensor[name]]
         elif name not in members:
             copied = weight.scheme == "plain" or adaptation["keeps_source_format"]
             headers = weight.parts.values()
@@ -146,12 +175,24 @@ def _decoded(source: Reader, weight: Weight) -> Unit:
     return Unit((Spec(weight.name, "BF16", weight.shape),), make)
 
 
-def _quantized(source: Reader, group: Group, activations: Activations, params: Quantize) -> Unit:
+def _quantized(
+    source: Reader,
+    group: Group,
+    activations: Activations,
+    params: Quantize,
+    layers: Layers | None,
+) -> Unit:
     schemes = {source.weights[matrix.tensor].scheme for matrix in group}
-    convert = _from_mxfp4 if schemes == {"mxfp4"} else _rounded
+
+    def convert(notes: dict[str, Any]) -> Parts:
+        if layers is not None and group[0].module in layers:
+            return _from_layers(layers, group, notes)
+        if schemes == {"mxfp4"}:
+            return _from_mxfp4(source, group, notes)
+        return _rounded(source, group, activations, params, notes)
 
     def make(notes: dict[str, Any]) -> Iterable[Chunks]:
-        for matrix, parts in convert(source, group, activations, params, notes):
+        for matrix, parts in convert(notes):
             yield from parts
             if params.activations == "nvfp4":
                 yield tensor_bytes(activations.input_scale(matrix.module))
@@ -178,13 +219,13 @@ def _rounded(
         yield matrix, _round(slices, scale_2, params.rounding, moment, note)
 
 
-def _from_mxfp4(
-    source: Reader,
-    group: Group,
-    activations: Activations,
-    params: Quantize,
-    notes: dict[str, Any],
-) -> Parts:
+def _from_layers(layers: Layers, group: Group, notes: dict[str, Any]) -> Parts:
+    for matrix in group:
+        notes[matrix.module] = {**_note(matrix), **layers.notes[matrix.module]}
+        yield matrix, map(tensor_bytes, layers.parts(matrix.module))
+
+
+def _from_mxfp4(source: Reader, group: Group, notes: dict[str, Any]) -> Parts:
     """Keep the values of an MXFP4 source; only blocks beyond E4M3's range are rounded."""
     stored = [source.mxfp4(m.tensor, m.expert, m.outputs) for m in group]
     found = mxfp4.to_nvfp4(stored)

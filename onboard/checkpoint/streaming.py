@@ -31,63 +31,81 @@ def stream_layers(
     called once for each tensor of a layer, whatever the number of passes. Memory: one layer, and
     the activations of every pass.
     """
-    inside = skeleton.inside_layers()
-    layers = skeleton.layers
 
-    def load(layer: int) -> None:
+    def visit(layer: int, runs: Sequence[Pass[T]]) -> None:
+        for run in runs:
+            run.go_on()
+        progress(layer + 1, len(skeleton.layers))
+
+    return visit_layers(skeleton, read, passes, visit)
+
+
+def visit_layers(
+    skeleton: Skeleton,
+    read: Callable[[str], Tensor],
+    passes: Sequence[Callable[[], T]],
+    visit: Callable[[int, Sequence[Pass[T]]], None],
+) -> list[T]:
+    """As `stream_layers`, with `visit` called while a layer is loaded and all passes are before it.
+
+    It must make every one of them go on, and may send them through the layer for trial before.
+    """
+    inside, layers = skeleton.inside_layers(), skeleton.layers
+
+    def loaded(layer: int, runs: Sequence[Pass[T]]) -> None:
         skeleton.load({name: read(name) for name in inside[layer]})
         skeleton.finish(layers[layer], f"{skeleton.prefix}.{layer}.")
-        progress(layer + 1, len(layers))
+        visit(layer, runs)
+        skeleton.drop(layers[layer])
 
-    return in_lock_step(layers, load, lambda layer: skeleton.drop(layers[layer]), passes)
+    return in_lock_step(layers, loaded, passes)
 
 
 def in_lock_step(
     layers: nn.ModuleList,
-    load: Callable[[int], None],
-    drop: Callable[[int], None],
+    visit: Callable[[int, Sequence[Pass[T]]], None],
     passes: Sequence[Callable[[], T]],
 ) -> list[T]:
-    """Run `passes` so that each module of `layers` is loaded once, used by all, and dropped."""
-    runs = [_Pass(function) for function in passes]
-    hooks = [
-        layer.register_forward_pre_hook(_stop_at(number), prepend=True)
-        for number, layer in enumerate(layers)
-    ]
+    """Run `passes`; `visit` gets each module of `layers` with the passes that wait before it."""
+    runs = [Pass(function) for function in passes]
+    forwards = [layer.forward for layer in layers]
+    for number, layer in enumerate(layers):
+        layer.forward = _stopping(number, layer.forward)
     try:
         for run in runs:
             run.start()
             run.go_on()
         while waiting := [run for run in runs if run.wants is not None]:
-            layer = waiting[0].wants
-            assert layer is not None
-            load(layer)
-            for run in waiting:
-                if run.wants == layer:
-                    run.go_on()
-            drop(layer)
+            layer_wanted = waiting[0].wants
+            assert layer_wanted is not None
+            visit(layer_wanted, [run for run in waiting if run.wants == layer_wanted])
     finally:
-        for hook in hooks:
-            hook.remove()
+        for layer, forward in zip(layers, forwards, strict=True):
+            layer.forward = forward
     return [run.result for run in runs]
 
 
-def _stop_at(number: int) -> Callable[[nn.Module, Any], None]:
-    def hook(module: nn.Module, args: Any) -> None:
+def _stopping(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def stop_before(*args: Any, **kwargs: Any) -> Any:
         run = threading.current_thread()
-        if isinstance(run, _Pass):
+        if isinstance(run, Pass):
             run.wait_for(number)
+            while run.on_trial:
+                forward(*args, **kwargs)
+                run.wait_for(number)
+        return forward(*args, **kwargs)
 
-    return hook
+    return stop_before
 
 
-class _Pass(threading.Thread, Generic[T]):
+class Pass(threading.Thread, Generic[T]):
     """A forward pass that stops before each layer; only one of them runs at any time."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         super().__init__(daemon=True)
         self.function = function
         self.wants: int | None = None
+        self.on_trial = False
         self.error: BaseException | None = None
         self._may_run, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -106,6 +124,12 @@ class _Pass(threading.Thread, Generic[T]):
         self.wants = layer
         self._stopped.release()
         self._may_run.acquire()
+
+    def try_out(self) -> None:
+        """Called from outside: run through the layer and be before it again, for what hooks see."""
+        self.on_trial = True
+        self.go_on()
+        self.on_trial = False
 
     def go_on(self) -> None:
         """Called from outside: run until the next layer, or the end."""

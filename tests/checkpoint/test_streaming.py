@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from onboard.checkpoint.matrices import Matrix
 from onboard.checkpoint.models import load_reference, open_reference
 from onboard.checkpoint.reader import Reader
 from onboard.checkpoint.skeleton import Skeleton
-from onboard.checkpoint.streaming import in_lock_step, stream_layers
+from onboard.checkpoint.streaming import Pass, in_lock_step, stream_layers
 from onboard.errors import InputError
 
 IDS = torch.arange(3, 67).view(2, 32)
@@ -56,6 +57,9 @@ def test_streamed_logits_are_the_whole_model_s(twin: Path) -> None:
 def test_every_layer_is_loaded_once_and_alone() -> None:
     layers = nn.ModuleList(nn.Identity() for _ in range(3))
     said: list[Any] = []
+    calls: list[int] = []
+    for number, layer in enumerate(layers):
+        layer.forward = lambda x, number=number: calls.append(number) or x
 
     def forward(x: int) -> int:
         for number, layer in enumerate(layers):
@@ -63,15 +67,17 @@ def test_every_layer_is_loaded_once_and_alone() -> None:
             said.append((x, number))
         return x
 
-    result = in_lock_step(
-        layers,
-        lambda n: said.append(f"load {n}"),
-        lambda n: said.append(f"drop {n}"),
-        [lambda: forward(10), lambda: forward(11)],
-    )
+    def visit(number: int, runs: Sequence[Pass[int]]) -> None:
+        said.append(f"visit {number}")
+        if number == 1:
+            runs[0].try_out()
+        for run in runs:
+            run.go_on()
+
+    result = in_lock_step(layers, visit, [lambda: forward(10), lambda: forward(11)])
     assert result == [10, 11]
-    expected = [[f"load {n}", (10, n), (11, n), f"drop {n}"] for n in range(3)]
-    assert said == [step for layer in expected for step in layer]
+    assert said == [step for n in range(3) for step in (f"visit {n}", (10, n), (11, n))]
+    assert calls == [0, 0, 1, 1, 1, 2, 2], "tried out once, and nothing of it is left"
 
 
 def test_an_error_inside_a_pass_is_raised() -> None:
@@ -79,7 +85,7 @@ def test_an_error_inside_a_pass_is_raised() -> None:
         raise InputError("no")
 
     with pytest.raises(InputError, match="no"):
-        in_lock_step(nn.ModuleList(), lambda n: None, lambda n: None, [fail])
+        in_lock_step(nn.ModuleList(), lambda number, runs: None, [fail])
 
 
 def test_taps_count_each_routed_token_and_can_replace_it(qwen3_moe_twin: Path) -> None:
