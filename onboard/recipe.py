@@ -134,7 +134,8 @@ class Quantize(Section):
     """How weights become NVFP4."""
 
     rounding: Literal["rtn", "sweep", "sequential"] = "sweep"
-    batch_size: int = Field(8, ge=1)  # documents a pass of the sequential rounding takes
+    documents: int = Field(64, ge=1)  # of the calibration set, for the sequential rounding
+    batch_size: int = Field(8, ge=1)
     activations: Literal["nvfp4", "none"] = "nvfp4"  # W4A4 or W4A16
     shard_bytes: int = Field(4 * 2**30, ge=2**20)
     workers: int | None = Field(None, ge=1)  # shards written at once; null: one a core

@@ -18,51 +18,49 @@ from onboard.checkpoint import nvfp4
 from onboard.quantize.rounding import SWEEP_SCALE_MAX, TARGETS
 
 DAMPING = 0.01  # of H's mean diagonal, added to its diagonal
-HELD_OUT = 4  # every fourth token judges the correction
 LAZY = 128  # columns after which errors are handed on to all the others
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What enters a matrix: H = X̂ᵀX̂ and, where X is known, (X - X̂)ᵀX̂; f32 [in, in]."""
+    """Sums over tokens of what enters a matrix, f32 [in, in]: X̂ᵀX̂ and (X - X̂)ᵀX̂."""
 
     hessian: Tensor
-    cross: Tensor | None = None
+    cross: Tensor
 
     @classmethod
-    def of(cls, seen: Tensor, wanted: Tensor | None = None) -> Inputs:
-        """Sum up what came, [tokens, in] f32, and what came to the unquantized model."""
-        return cls(seen.T @ seen, None if wanted is None else (wanted - seen).T @ seen)
+    def of(cls, seen: Tensor, wanted: Tensor) -> Inputs:
+        """Sum up what came, X̂ [tokens, in] f32, and what came to the unquantized model, X."""
+        return cls(seen.T @ seen, (wanted - seen).T @ seen)
+
+    def __add__(self, other: Inputs) -> Inputs:
+        return Inputs(self.hessian + other.hessian, self.cross + other.cross)
+
+
+def corrected(weight: Tensor, fitted: Inputs, judges: Inputs) -> tuple[Tensor, float]:
+    """Return the weight moved towards the unquantized outputs, and the share of the correction.
+
+    The share is found on the `judges`, tokens that the correction was not fitted on; the correction
+    itself is then taken from all.
+    """
+    share = held_share(weight, correction(weight, fitted), judges)
+    return weight + share * correction(weight, fitted + judges), share
 
 
 def correction(weight: Tensor, inputs: Inputs) -> Tensor:
     """Return W (X - X̂)ᵀX̂ (X̂ᵀX̂)⁻¹, [out, in], with damping."""
-    assert inputs.cross is not None
     factor = torch.linalg.cholesky(damped(inputs.hessian))
     return torch.cholesky_solve((weight @ inputs.cross).T, factor).T
 
 
-def held_share(weight: Tensor, change: Tensor, seen: Tensor, wanted: Tensor) -> float:
-    """Return which multiple of `change`, in [0, 1], serves tokens best that it was not fitted on.
+def held_share(weight: Tensor, change: Tensor, judges: Inputs) -> float:
+    """Return which multiple of `change`, in [0, 1], serves the judges' tokens best.
 
-    The minimum over a of |W X - (W + a change) X̂|^2, with `seen` X̂ and `wanted` X, [tokens, in].
+    The minimum over a of |W X - (W + a change) X̂|^2.
     """
-    missing = (wanted - seen) @ weight.T
-    moved = seen @ change.T
-    norm = float(moved.square().sum())
-    return min(1.0, max(0.0, float((missing * moved).sum()) / norm)) if norm else 0.0
-
-
-def corrected(weight: Tensor, seen: Tensor, wanted: Tensor) -> tuple[Tensor, float]:
-    """Return the weight moved towards the unquantized outputs, and the share of the correction.
-
-    `seen` and `wanted` are [tokens, in], token by token. The share is judged on every fourth token,
-    the correction itself then taken from all.
-    """
-    judges = torch.arange(len(seen), device=seen.device) % HELD_OUT == 0
-    fitted = correction(weight, Inputs.of(seen[~judges], wanted[~judges]))
-    share = held_share(weight, fitted, seen[judges], wanted[judges])
-    return weight + share * correction(weight, Inputs.of(seen, wanted)), share
+    norm = float(((change @ judges.hessian) * change).sum())
+    gain = float(((weight @ judges.cross) * change).sum())
+    return min(1.0, max(0.0, gain / norm)) if norm > 0 else 0.0
 
 
 def damped(hessian: Tensor) -> Tensor:
@@ -116,7 +114,7 @@ def _scale(block: Tensor, importance: Tensor, scale_2: Tensor) -> Tensor:
     return best.to(torch.float8_e4m3fn)
 
 
-def shared_scale(weights: list[Tensor]) -> Tensor:
+def shared_scale(weight: Tensor) -> Tensor:
     """Return the `weight_scale_2` f32 [] of matrices that are fused, with room for the search."""
-    amax = torch.stack([weight.abs().amax() for weight in weights]).amax()
+    amax = weight.abs().amax()
     return nvfp4.tensor_scale(amax if amax > 0 else torch.ones_like(amax), SWEEP_SCALE_MAX)

@@ -23,53 +23,58 @@ from torch import Tensor
 
 from onboard.checkpoint import nvfp4, taps
 from onboard.checkpoint.matrices import Group, Matrix
-from onboard.checkpoint.models import Runner
-from onboard.checkpoint.streaming import Pass, visit_layers
+from onboard.checkpoint.models import InputQuantizer, Runner
+from onboard.checkpoint.streaming import Pass, TrialEnds, visit_layers
 from onboard.checkpoint.taps import Point
 from onboard.hardware import device_kind
-from onboard.quantize.compensation import corrected, gptq, shared_scale
+from onboard.quantize.compensation import Inputs, corrected, gptq, shared_scale
 
 SHRINKAGE_TOKENS = 256  # weight of the layer's mean in the statistics of an expert
 PARTS = ("weight", "weight_scale", "weight_scale_2")
 
 
 class Flow:
-    """What the taps do with what enters a matrix.
+    """What the taps do with what enters a matrix; passes run one after the other.
 
-    In a pass of the unquantized model they keep it, and note which places read one tensor: a step.
-    In a pass of the quantized one they quantize it where the engine will, and keep what is watched.
+    In a pass of the unquantized model they keep the first input of every step: the places that read
+    one tensor, or a layer's experts. In a pass of the quantized model they quantize it where the
+    engine will; a trial ends when what is `watched` was seen.
     """
 
     def __init__(self, scales: Mapping[Point, Tensor]) -> None:
-        self.scales = scales  # input_scale; empty where activations stay
+        self.quantize = InputQuantizer(scales) if scales else None
         self.quantized = False
         self.watched: frozenset[Point] = frozenset()
         self.seen: dict[Point, list[Tensor]] = defaultdict(list)
         self.steps: dict[Any, list[Point]] = {}
+        self._step: list[Point] = []
         self._last: Tensor | None = None
 
     def __call__(self, point: Point, x: Tensor) -> Tensor | None:
         if not self.quantized:
             self._note(point, x)
-        elif point in self.scales:
-            x = nvfp4.quantize_dequantize(x, self.scales[point])
+            return None
+        found = x if self.quantize is None else self.quantize(point, x)
+        assert found is not None
         if point in self.watched:
-            self.seen[point].append(x.flatten(0, -2).float())
-        return x
+            self.seen[point].append(found.flatten(0, -2).float())
+            if point.expert is None:
+                raise TrialEnds
+        return found
 
     def _note(self, point: Point, x: Tensor) -> None:
-        if any(point in step for step in self.steps.values()):
-            return
-        reads_the_same = point.expert is None and x is self._last and self.steps
-        key = point.parameter if point.expert is not None else len(self.steps)
-        step = list(self.steps.values())[-1] if reads_the_same else self.steps.setdefault(key, [])
-        step.append(point)
+        if point.expert is not None:
+            self._step = self.steps.setdefault(point.parameter, [])
+        elif x is not self._last:
+            self._step = self.steps.setdefault(point, [])
+            self.seen[point].append(x.flatten(0, -2).float())
+        if point not in self._step:
+            self._step.append(point)
         self._last = x
 
-    def take(self) -> dict[Point, Tensor]:
-        """Return what was kept, [tokens, in] by point, and forget it."""
-        found = {point: torch.cat(parts) for point, parts in self.seen.items()}
-        self.seen.clear()
+    def take(self) -> dict[Point, list[Tensor]]:
+        """Return what was kept, [tokens, in] a pass, by point, and forget it."""
+        found, self.seen = dict(self.seen), defaultdict(list)
         return found
 
     def take_steps(self, points: Iterable[Point]) -> list[list[Point]]:
@@ -159,22 +164,25 @@ class Layers:
 def _round_layer(
     work: Work, layer: int, wanted: Sequence[Pass[None]], quantized: Sequence[Pass[None]]
 ) -> None:
-    points, flow, file = work.points(layer), work.flow, work.file(layer)
-    done = file.exists()
+    flow, file = work.flow, work.file(layer)
     flow.quantized = False
-    flow.watched = frozenset() if done else frozenset(p for p in points if p.expert is None)
     for run in wanted:
         run.go_on()
-    unquantized, steps = flow.take(), flow.take_steps(points)
-    flow.quantized = True
+    unquantized, steps = flow.take(), flow.take_steps(work.points(layer))
+    flow.quantized, done = True, file.exists()
     tensors = load_file(file) if done else {}
     notes: dict[str, Any] = {}
     for step in steps:
         if not done:
-            flow.watched = frozenset(step)
+            experts = step[0].expert is not None
+            flow.watched = frozenset(step if experts else step[:1])
             for run in quantized:
                 run.try_out()
-            _round_step(work, step, unquantized, flow.take(), tensors, notes)
+            seen = flow.take()
+            if experts:
+                _round_experts(work, step, seen, tensors, notes)
+            else:
+                _round_dense(work, step, seen[step[0]], unquantized[step[0]], tensors, notes)
         for point in step:
             for matrix in work.places[point]:
                 stored = nvfp4.dequantize(*(tensors[f"{matrix.module}.{p}"] for p in PARTS))
@@ -186,51 +194,83 @@ def _round_layer(
         run.go_on()
 
 
-def _round_step(
+def _round_dense(
     work: Work,
     step: Sequence[Point],
-    unquantized: Mapping[Point, Tensor],
-    seen: Mapping[Point, Tensor],
+    seen: Sequence[Tensor],
+    wanted: Sequence[Tensor],
     tensors: dict[str, Tensor],
     notes: dict[str, Any],
 ) -> None:
-    """Add the packed matrices of one step to `tensors`, and what is worth knowing to `notes`."""
-    hessians = _hessians(work, step, seen)
-    entered: dict[str, Point] = {}
-    moved: dict[str, Tensor] = {}
+    """Round matrices that read one input; every fourth pass judges how far they are moved."""
+    fitted, judges = (
+        Inputs.of(torch.cat(x), torch.cat(y))
+        for x, y in zip(_parted(seen), _parted(wanted), strict=True)
+    )
+    hessian = (fitted + judges).hessian
+    moved = {}
     for point in step:
         for matrix in work.places[point]:
-            weight = _view(work.runner, point, matrix).float().clone()
-            entered[matrix.module], moved[matrix.module], share = point, weight, 0.0
-            if point.expert is None and point in seen:  # an expert may get other tokens than it did
-                moved[matrix.module], share = corrected(weight, seen[point], unquantized[point])
+            weight = _view(work.runner, point, matrix).float()
+            moved[matrix.module], share = corrected(weight, fitted, judges)
             notes[matrix.module] = {"correction": round(share, 4)}
-    for group in {id(work.groups[m]): work.groups[m] for m in moved}.values():
-        members = [matrix.module for matrix in group]
-        scale_2 = shared_scale([moved[module] for module in members])
-        for module in members:
-            point = entered[module]
-            parts = (*gptq(moved[module], hessians[point], scale_2), scale_2)
-            tensors |= {f"{module}.{n}": p.cpu().clone() for n, p in zip(PARTS, parts, strict=True)}
-            norm = float(moved[module].norm())
-            error = float((nvfp4.dequantize(*parts) - moved[module]).norm())
+    _round(work, moved, dict.fromkeys(moved, hessian), tensors, notes)
+
+
+def _parted(parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the passes to fit on, and those that judge; both are all where there is one."""
+    fitted = [part for n, part in enumerate(parts) if n % 4]
+    judges = [part for n, part in enumerate(parts) if not n % 4]
+    return fitted or list(parts), judges
+
+
+def _round_experts(
+    work: Work,
+    step: Sequence[Point],
+    seen: Mapping[Point, Sequence[Tensor]],
+    tensors: dict[str, Tensor],
+    notes: dict[str, Any],
+) -> None:
+    """Round a layer's experts, where they are: routing may send them other tokens than before.
+
+    An expert's H is shrunk towards the layer's mean by its tokens; that mean stands for one unseen.
+    """
+    inputs = {point: torch.cat(list(parts)) for point, parts in seen.items()}
+    own = {point: x.T @ x for point, x in inputs.items()}
+    width = work.places[step[0]][0].shape[1]
+    tokens = sum(map(len, inputs.values()))
+    whole = sum(own.values(), torch.zeros(width, width, device=device_kind()))
+    mean = whole / tokens if tokens else torch.eye(width, device=device_kind())
+    weights, hessians = {}, {}
+    for point in step:
+        for matrix in work.places[point]:
+            weights[matrix.module] = _view(work.runner, point, matrix).float()
+            hessians[matrix.module] = own.get(point, 0) + SHRINKAGE_TOKENS * mean
+            notes[matrix.module] = {"correction": 0.0}
+    _round(work, weights, hessians, tensors, notes)
+
+
+def _round(
+    work: Work,
+    weights: Mapping[str, Tensor],
+    hessians: Mapping[str, Tensor],
+    tensors: dict[str, Tensor],
+    notes: dict[str, Any],
+) -> None:
+    """Add the packed matrices to `tensors`; those that share a scale and an H go as one."""
+    for group in {id(work.groups[m]): work.groups[m] for m in weights}.values():
+        modules = [matrix.module for matrix in group]
+        stacked = torch.cat([weights[module] for module in modules])
+        scale_2 = shared_scale(stacked)
+        codes, scale = gptq(stacked, hessians[modules[0]], scale_2)
+        heights = [len(weights[module]) for module in modules]
+        split = (torch.split(codes, heights), torch.split(scale, heights))
+        for module, code, scales in zip(modules, *split, strict=True):
+            stored = nvfp4.dequantize(code, scales, scale_2)
+            norm, error = float(weights[module].norm()), float((stored - weights[module]).norm())
             notes[module]["relative_error"] = round(error / norm, 6) if norm else 0.0
-
-
-def _hessians(
-    work: Work, step: Sequence[Point], seen: Mapping[Point, Tensor]
-) -> dict[Point, Tensor]:
-    """Return H by point; an expert's is shrunk towards its layer's, which stands for one unseen."""
-    result = {point: x.T @ x for point, x in seen.items()}
-    experts = [point for point in step if point.expert is not None]
-    if experts:
-        width = work.places[experts[0]][0].shape[1]
-        total = sum((result[p] for p in experts if p in result), torch.zeros(width, width))
-        tokens = sum(len(seen[p]) for p in experts if p in seen)
-        mean = total / tokens if tokens else torch.eye(width)
-        for point in experts:
-            result[point] = result.get(point, 0) + SHRINKAGE_TOKENS * mean
-    return result
+            parts = zip(PARTS, (code, scales, scale_2), strict=True)
+            tensors |= {f"{module}.{name}": part.cpu().clone() for name, part in parts}
 
 
 def _view(runner: Runner, point: Point, matrix: Matrix) -> Tensor:

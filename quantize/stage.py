@@ -82,7 +82,8 @@ def _compensate(
     """Round layer after layer on the calibration documents; what MXFP4 holds exactly stays."""
     folder = job.scratch / "layers"
     folder.mkdir(exist_ok=True)
-    documents = [row["ids"] for row in job.inputs["data"].lines("calibration.jsonl")]
+    rows = job.inputs["data"].lines("calibration.jsonl")[: job.params.documents]
+    documents = [row["ids"] for row in rows]
     inexact = [g for g in groups if {source.weights[m.tensor].scheme for m in g} != {"mxfp4"}]
     compensate(
         open_reference(source.root, compute_dtype(), resident=False),

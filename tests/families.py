@@ -217,8 +217,8 @@ def load_in_engine(case: str, checkpoint: Path) -> str:
 def reason(log: str, declared: str) -> str:
     """Return the last error that an engine's log names; `declared` explains one without words."""
     lines = [re.sub(r"^\[rank\d\]: ", "", line).strip() for line in log.splitlines()]
-    if absent := next((line for line in lines if line.startswith("ModuleNotFoundError")), None):
-        return absent
+    if absent := re.search(r"ModuleNotFoundError: .*", log):
+        return absent[0]
     if refused := next((line for line in lines if line.startswith("Value error, ")), None):
         return refused.removeprefix("Value error, ").partition(" [type=")[0][:160]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]

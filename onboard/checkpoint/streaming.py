@@ -7,6 +7,7 @@ model hands from layer to layer (masks, shared indices, several residual streams
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -91,11 +92,16 @@ def _stopping(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(run, Pass):
             run.wait_for(number)
             while run.on_trial:
-                forward(*args, **kwargs)
+                with contextlib.suppress(TrialEnds):
+                    forward(*args, **kwargs)
                 run.wait_for(number)
         return forward(*args, **kwargs)
 
     return stop_before
+
+
+class TrialEnds(Exception):
+    """Raised by a hook that has seen enough of a trial; the rest of the layer is not run."""
 
 
 class Pass(threading.Thread, Generic[T]):
