@@ -25,6 +25,8 @@ from onboard.source import kind_of
 
 Facts = dict[str, Any]
 
+ROUNDING_PASSES = 5  # forward passes of the sequential rounding: one wanted, trials, one rounded
+STEP_WIDTHS = 8  # hidden sizes that the inputs of a layer's matrices are wide, about
 AUX_STATES = 3  # hidden states that an EAGLE-3 head reads, beside the last one
 BF16, FP32 = 2, 4  # bytes
 TASK_TOKENS = 4 * 128  # of one HellaSwag item: four endings; an upper estimate
@@ -195,6 +197,10 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
     evaluated = data.evaluation_documents * data.tokens_per_document
     evaluated += recipe.fidelity.task_documents * TASK_TOKENS
     answered = recipe.features
+    rounded = int(recipe.quantize.rounding == "sequential")
+    documents = min(recipe.quantize.documents, data.calibration_documents)
+    compensated = documents * data.tokens_per_document
+    kept_inputs = compensated * (STEP_WIDTHS * FP32 + 2 * BF16) * hidden
     kept_tokens = data.training_prompts * (data.tokens_per_prompt + answered.max_new_tokens)
     logits = recipe.fidelity.batch_size * data.tokens_per_document * _vocabulary(held) * FP32 * 2
     state = hidden * BF16
@@ -218,8 +224,9 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
         work("calibrate", layer + calibrated * state, flops=forward * calibrated),
         work(
             "quantize",
-            recipe.quantize.shard_bytes + 3 * FP32 * largest_matrix(held),
-            candidate,
+            3 * FP32 * largest_matrix(held) + rounded * (layer + kept_inputs),
+            candidate * (1 + rounded),  # finished layers, then the checkpoint
+            flops=rounded * ROUNDING_PASSES * forward * compensated,
             packed_bytes=sizes["nvfp4_parameters"] * BF16,
         ),
         work(
@@ -241,9 +248,11 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
 
 
 def reads_of(stage: str, recipe: Recipe) -> Reads:
-    """Return the reads of a stage; features may be of the source."""
+    """Return the reads of a stage, which its settings may change."""
     if stage == "features" and recipe.features.target == "source":
         return Reads(source=READS[stage].candidate)
+    if stage == "quantize" and recipe.quantize.rounding == "sequential":
+        return Reads(source=2)  # a layer at a time to round, then to copy what stays
     return READS[stage]
 
 

@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
         "tokens_per_prompt": 48,
         "gates": {"domains_missing": None},
     },
-    "quantize": {"gates": {"relative_error_max": 0.2}},
+    "quantize": {"batch_size": 2, "gates": {"relative_error_max": 0.2}},
     "fidelity": {"task_documents": 0, "bootstrap": 100},
     "features": {"max_new_tokens": 16, "batch_size": 12, "gates": {"trained_token_share": None}},
     "speculate": {"draft_vocab_size": 256, "epochs": 1, "ttt_steps": 2, "warmup_steps": 0},

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,7 @@ class Work:
     groups: Mapping[str, Group]  # by module
     flow: Flow
     scratch: Path
+    offsets: dict[tuple[str, str], int] = field(default_factory=dict)  # see `_view`
 
     def file(self, layer: int) -> Path:
         return self.scratch / f"layer-{layer:05d}.safetensors"
@@ -186,7 +187,7 @@ def _round_layer(
         for point in step:
             for matrix in work.places[point]:
                 stored = nvfp4.dequantize(*(tensors[f"{matrix.module}.{p}"] for p in PARTS))
-                _view(work.runner, point, matrix).copy_(stored)
+                _view(work, point, matrix).copy_(stored)
     if not done:
         _save(file, tensors, notes)
     flow.watched = frozenset()
@@ -211,7 +212,7 @@ def _round_dense(
     moved = {}
     for point in step:
         for matrix in work.places[point]:
-            weight = _view(work.runner, point, matrix).float()
+            weight = _view(work, point, matrix).float()
             moved[matrix.module], share = corrected(weight, fitted, judges)
             notes[matrix.module] = {"correction": round(share, 4)}
     _round(work, moved, dict.fromkeys(moved, hessian), tensors, notes)
@@ -244,7 +245,7 @@ def _round_experts(
     weights, hessians = {}, {}
     for point in step:
         for matrix in work.places[point]:
-            weights[matrix.module] = _view(work.runner, point, matrix).float()
+            weights[matrix.module] = _view(work, point, matrix).float()
             hessians[matrix.module] = own.get(point, 0) + SHRINKAGE_TOKENS * mean
             notes[matrix.module] = {"correction": 0.0}
     _round(work, weights, hessians, tensors, notes)
@@ -273,21 +274,25 @@ def _round(
             tensors |= {f"{module}.{name}": part.cpu().clone() for name, part in parts}
 
 
-def _view(runner: Runner, point: Point, matrix: Matrix) -> Tensor:
+def _view(work: Work, point: Point, matrix: Matrix) -> Tensor:
     """Return the part of the model's parameter that is a matrix, [out, in].
 
-    Projections that the model stacks, and the source does not, follow each other in its order.
+    Projections that the model stacks, and the source does not, follow each other in an order that
+    one expert of a layer tells.
     """
-    whole: Tensor = runner.skeleton.model.get_parameter(point.parameter).data
+    whole: Tensor = work.runner.skeleton.model.get_parameter(point.parameter).data
     one = whole if point.expert is None else whole[point.expert]
     if one.shape == matrix.shape:
         return one
     if matrix.expert is not None:
         return (one.T if matrix.transposed else one)[matrix.outputs]
     stacked = one if one.shape[1] == matrix.shape[1] else one.T
-    source = runner.read(matrix.tensor)[0].to(stacked)
-    starts = range(0, len(stacked), matrix.shape[0])
-    first = next(i for i in starts if torch.equal(stacked[i], source))
+    place = (point.parameter, matrix.module.rpartition(".")[2])
+    if place not in work.offsets:
+        source = work.runner.read(matrix.tensor)[0].to(stacked)
+        starts = range(0, len(stacked), matrix.shape[0])
+        work.offsets[place] = next(i for i in starts if torch.equal(stacked[i], source))
+    first = work.offsets[place]
     return stacked[first : first + matrix.shape[0]]
 
 

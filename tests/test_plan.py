@@ -106,13 +106,13 @@ def test_every_stage_is_planned_with_the_reads_of_streamed_layers(moe: Path) -> 
     assert [row["stage"] for row in facts["stages"]] == [stage.name for stage in STAGES]
     reads = {r["stage"]: (r["source_reads"], r["candidate_reads"]) for r in facts["stages"]}
     assert reads["calibrate"] == (1, 0)
-    assert reads["quantize"] == (1, 0)
+    assert reads["quantize"] == (2, 0), "rounded a layer at a time, then written"
     assert reads["fidelity"] == (1, 1)
     assert reads["features"] == (0, 2)
     rows = {row["stage"]: row for row in facts["stages"]}
     out = facts["output"]
     assert rows["fidelity"]["read_bytes"] == out["source_bytes"] + out["total_bytes"]
-    assert rows["quantize"]["disk_bytes"] == out["total_bytes"]
+    assert rows["quantize"]["disk_bytes"] == 2 * out["total_bytes"]
     assert rows["features"]["disk_bytes"] == facts["features"]["bytes"]
     assert facts["features"]["bytes_per_token"] == (3 + 1) * 64 * 2
 

@@ -26,6 +26,7 @@ ARCHITECTURE = Architecture(
     bias       model.layers.{layer}.self_attn.{q,k,v,o}_proj.bias    0
     """,
     defaults={
+        "num_experts": "num_local_experts",  # as transformers 5 saves it
         "head_dim": "hidden_size // num_attention_heads",
         "mlp_only_layers": "()",
         "tie_word_embeddings": "False",

@@ -10,6 +10,7 @@ bounded by the family's `ranges`. Shapes and the condition are expressions over 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -92,7 +93,8 @@ def namespace(architecture: Architecture, config: Mapping[str, Any]) -> dict[str
     names |= {"sum": sum, "getattr": getattr}
     for key, expression in architecture.defaults.items():
         if names.get(key) is None:
-            names[key] = evaluate(expression, names, f"default of {key}")
+            with contextlib.suppress(InputError):  # whoever needs the key will say so
+                names[key] = evaluate(expression, names, f"default of {key}")
     return names
 
 

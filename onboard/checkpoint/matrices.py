@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<projection>\w+)$")
+# Step calls the module of a layer's experts `moe`.
+EXPERT = re.compile(r"^(?P<experts>.*\.(?:experts|moe))\.(?P<number>\d+)\.(?P<projection>\w+)$")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from onboard.checkpoint import formats
 from onboard.checkpoint.decode import check_shape, decode
 from onboard.checkpoint.formats import Weight
 from onboard.checkpoint.headers import Header, contained, read_headers
-from onboard.checkpoint.writer import check_finite
+from onboard.checkpoint.writer import FLOATS, check_finite
 from onboard.errors import InputError
 
 DTYPES = {
@@ -73,10 +73,16 @@ class Reader:
         return self._read(header, 1, 0, 1).reshape(header.shape)
 
     def weight(self, name: str) -> Tensor:
-        """Return a whole weight in its own shape: f32 where stored as codes, else as stored."""
+        """Return a whole weight in its own shape: f32 where stored as codes, else as stored.
+
+        Raises InputError naming tensor and shard on NaN or Inf.
+        """
         weight = self._weight(name)
         if weight.scheme == "plain":
-            return self.tensor(name)
+            stored = self.tensor(name)
+            if self.headers[name].dtype in FLOATS:
+                check_finite(self.headers[name], stored)
+            return stored
         whole = torch.empty(weight.shape)
         for matrix, one in enumerate(whole.reshape(-1, *weight.shape[-2:])):
             stored = self._matrix(weight, matrix, 0, weight.rows)
