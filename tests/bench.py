@@ -66,8 +66,8 @@ def start_up() -> None:
 
 
 def pack(weight: torch.Tensor, method: str, moment: torch.Tensor) -> None:
-    scale_2 = rounding.shared_scale([weight], method)
-    rounding.round_weight(weight, scale_2, method, moment)
+    scale_2 = rounding.shared_scale(weight.abs().amax(), method)
+    rounding.round_rows(weight, scale_2, method, moment)
 
 
 def pack_with_modelopt(weight: torch.Tensor) -> None:

@@ -100,7 +100,10 @@ def test_resolving_imports_neither_torch_nor_transformers() -> None:
         ("fidelty.seed=1", "unknown key fidelty; did you mean fidelity?"),
         ("fidelity.gates.kl_men=1", "fidelity.gates.kl_men; did you mean fidelity.gates.kl_mean?"),
         ("data.seed=x", "recipe: data.seed: Input should be a valid integer"),
-        ("quantize.rounding=floor", "recipe: quantize.rounding: Input should be 'rtn' or 'sweep'"),
+        (
+            "quantize.rounding=floor",
+            "recipe: quantize.rounding: Input should be 'rtn', 'sweep' or",
+        ),
         ("data.seed", "--set 'data.seed': expected section.key=value"),
     ],
 )

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from onboard.architectures import QUANTIZABLE, Role
+from onboard.checkpoint.formats import quantization
 
 BF16 = 16.0  # bits per parameter
 MXFP4 = 4 + 8 / 32  # e2m1 and one e8m0 scale per 32
@@ -40,10 +41,8 @@ class Declared:
 
 def declared(config: Mapping[str, Any]) -> Declared:
     """Return what `quantization_config` says, at the top or in the text config."""
-    nested = (value for value in config.values() if isinstance(value, Mapping))
-    tables = (table.get("quantization_config") for table in (config, *nested))
-    table = next((t for t in tables if isinstance(t, Mapping)), None)
-    if table is None:
+    table = quantization(config)
+    if not table:
         return Declared(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"))
     method = str(table.get("quant_method"))
     reader = {"fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed}.get(method)

@@ -6,7 +6,6 @@ Slices are read at their place in the file, not mapped: what is in memory is wha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -131,15 +130,6 @@ class Reader:
         """Return module -> `input_scale` f32 [] for every module quantized with one."""
         ending = ".input_scale"
         return {n.removesuffix(ending): self.tensor(n) for n in self.headers if n.endswith(ending)}
-
-    def dequantized(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) as a model sees them: quantized weights as f32, others as stored."""
-        for name in self.weights:
-            yield name, self.weight(name)
-
-    def dequantize(self, module: str) -> Tensor:
-        """Return the f32 [out, in] weight of an NVFP4 module."""
-        return self.weight(f"{module}.weight")
 
     def _weight(self, name: str) -> Weight:
         if name not in self.weights:

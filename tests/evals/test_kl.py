@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onboard.errors import InputError
-from onboard.evals.hidden import batches, bf16_noise, check_head, last_hidden
+from onboard.evals.hidden import batches, bf16_noise, check_head, last_hidden, prepare_noise
 from onboard.evals.kl import Head, compare, kl_divergence, top_tokens
 
 SIZES: dict[str, Any] = {
@@ -153,7 +153,8 @@ def test_bf16_noise_is_small_and_leaves_the_model_as_it_was() -> None:
     model, ids = twin("llama"), list(range(20))
     head = Head.of(model, 96)
     exact = last_hidden(model, [ids])
-    with bf16_noise(model):
+    prepare_noise(model)
+    with bf16_noise():
         noisy = last_hidden(model, [ids])
     noise = compare((exact, head), (noisy, head), torch.tensor(ids[1:])).kl
     assert 0 < noise.mean() < 0.05

@@ -157,11 +157,11 @@ def test_the_candidate_is_the_bytes_on_disk(
     model = load_candidate(folder, adaptation, torch.float32)
     reader = Reader.open(folder)
     name = "model.layers.0.mlp.up_proj"
-    assert torch.equal(model.get_submodule(name).weight, reader.dequantize(name))
+    assert torch.equal(model.get_submodule(name).weight, reader.weight(f"{name}.weight"))
     x = torch.randn(1, 3, 64)
     scale = reader.tensor(f"{name}.input_scale")
     seen = nvfp4.quantize_dequantize(x, scale) if activations else x
-    want = seen @ reader.dequantize(name).T
+    want = seen @ reader.weight(f"{name}.weight").T
     with nullcontext() if activations else full_precision_activations():
         assert torch.allclose(model.get_submodule(name)(x), want, atol=1e-5)
 
