@@ -56,8 +56,7 @@ def round_rows(weight: Tensor, scale_2: Tensor, rounding: str, second_moment: Te
 
 def _round(weight: Tensor, scale_2: Tensor, rounding: str, second_moment: Tensor) -> Packed:
     exact = weight.float() + 0.0  # -0.0 becomes +0, as in ModelOpt
-    values = nvfp4.blocks(exact)
-    amax = values.abs().amax(-1)
+    values, amax = nvfp4.blocks(exact), nvfp4.block_amax(exact)
     if rounding == "rtn":
         scale = nvfp4.block_scale(amax, scale_2)
     else:

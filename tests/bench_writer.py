@@ -80,6 +80,7 @@ def make(folder: Path, gigabytes: float) -> None:
     stem = "model.layers.0.mlp.experts"
     tensors.append(Tensor("expert", f"{stem}.gate_up_proj", (experts, 2 * EXPERT, HIDDEN)))
     tensors.append(Tensor("expert", f"{stem}.down_proj", (experts, HIDDEN, EXPERT)))
+    tensors.sort(key=lambda t: [int(p) if p.isdigit() else -1 for p in t.name.split(".")[:3]])
     folder.mkdir(parents=True)
     scratch = folder / "scratch"
     scratch.mkdir()

@@ -33,8 +33,12 @@ def blocks(x: Tensor) -> Tensor:
 
 
 def block_amax(weight: Tensor) -> Tensor:
-    """Return the largest magnitude per block: [..., in] -> [..., in/16] f32."""
-    return blocks(weight).abs().amax(-1).float()
+    """Return the largest magnitude per block: [..., in] -> [..., in/16] f32.
+
+    As a pooling, which is three times as fast on a CPU as a maximum over a short last dimension.
+    """
+    rows = weight.abs().float().reshape(1, -1, weight.shape[-1])
+    return torch.max_pool1d(rows, BLOCK).reshape(*weight.shape[:-1], -1)
 
 
 def block_scale(amax: Tensor, scale_2: Tensor) -> Tensor:
@@ -61,19 +65,20 @@ def codes(x: Tensor) -> Tensor:
 
     Works on the bits of the numbers. From 1 on, one mantissa bit is kept: half of what is cut is
     added first, less one where the kept bit is even. Below 1 the values are multiples of 0.5, which
-    is the spacing of f32 at 2^22.
+    is the spacing of f32 at 2^22; these codes end at 2, where the others begin.
     """
     magnitude = x.abs().clamp_(max=E2M1_MAX)
     bits = magnitude.view(torch.int32)
-    normal = ((bits >> 22) & 1).add_(bits).add_(0x1FFFFF).__irshift__(22).sub_(252)
+    from_one = ((bits >> 22) & 1).add_(bits).add_(0x1FFFFF).__irshift__(22).sub_(252)
     below_one = (magnitude + 2.0**22).view(torch.int32).sub_(0x4A800000)
-    code = torch.where(magnitude < 1, below_one, normal)
+    code = torch.minimum(below_one, from_one.clamp_(min=2))
     return code.bitwise_or_((x.view(torch.int32) >> 28) & 8).to(torch.uint8)
 
 
 def pack(code: Tensor) -> Tensor:
-    """Pack codes u8 [..., in] two a byte, u8 [..., in/2]."""
-    return code[..., 0::2] | (code[..., 1::2] << 4)
+    """Pack codes u8 [..., in] two a byte, u8 [..., in/2]; reads pairs as little-endian words."""
+    pairs = code.contiguous().view(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def quantize(weight: Tensor, weight_scale: Tensor, scale_2: Tensor) -> Tensor:
