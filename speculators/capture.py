@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from onboard.checkpoint.models import Runner
 from onboard.checkpoint.skeleton import decoder_of
 from onboard.errors import InputError
+from onboard.hardware import device_kind
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f")
 
@@ -87,6 +89,24 @@ class Capture:
         states = [state for state in held if state is not None]
         assert len(states) == len(self.modules), "the model ran without passing a hooked module"
         return torch.stack([state.to(torch.bfloat16) for state in states], dim=2)
+
+
+def prefill(runner: Runner, documents: Sequence[Tensor]) -> list[Tensor]:
+    """Return the states of whole documents, ids i64 [T] -> bf16 [T, 4, H] on the CPU.
+
+    Each document is a pass of its own: a layer at a time where the model does not fit in memory.
+    """
+
+    def alone(ids: Tensor) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            fed = ids[None].to(device_kind())
+            runner.model(input_ids=fed, use_cache=False, logits_to_keep=1)
+            return capture.take()[0].cpu()
+
+        return run
+
+    with Capture(runner.model) as capture:
+        return runner.run([alone(ids) for ids in documents])
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from onboard.checkpoint.models import (
+    Runner,
     compute_dtype,
     full_precision_activations,
-    load_candidate,
-    load_reference,
+    open_candidate,
+    open_reference,
 )
 from onboard.errors import InputError
 from onboard.evals.loops import WORD_RUN, cycle, find_loop, runs
@@ -26,7 +27,7 @@ from onboard.pipeline import Job
 from onboard.recipe import Features
 from onboard.source import root
 from onboard.speculators import head
-from onboard.speculators.capture import Answer, Capture, answer, aux_layers
+from onboard.speculators.capture import Answer, answer, aux_layers, prefill
 from onboard.speculators.shards import Document, Place, places_of, write_shard
 from onboard.store import write_json
 
@@ -48,7 +49,8 @@ def run(job: Job[Features]) -> None:
     )
     size = job.params.batch_size
     batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-    model = _target(job, source)
+    runner = _target(job, source)
+    model = runner.model
     stop = stop_tokens(source)
     target_head = head.of_model(model)
     records = []
@@ -76,7 +78,7 @@ def run(job: Job[Features]) -> None:
         },
     )
     checked = [prompts[i]["ids"] for i in (0, len(prompts) // 2, -1)]  # short, middling, long
-    write_json(job.out / "metrics.json", _metrics(job, model, records, checked))
+    write_json(job.out / "metrics.json", _metrics(job, runner, records, checked))
 
 
 def stop_tokens(source: Path) -> frozenset[int]:
@@ -108,35 +110,47 @@ def check_head(target: head.Head, answers: Sequence[Answer]) -> None:
         )
 
 
-def batch_invariance_error(model: Any, prompts: Sequence[Sequence[int]]) -> float:
+def batch_invariance_error(runner: Runner, prompts: Sequence[Sequence[int]]) -> float:
     """Return how far the states of padded, cached answers lie from those of each text alone.
 
     Measured with full-precision activations: rounding them to 4 bits turns the last bits that a
     batch shape changes into whole steps, which `stored_state_error` shows.
     """
     with full_precision_activations():
-        answers = answer(model, prompts, (), CHECKED_TOKENS)
-        return max(state_error(model, document_of(given)) for given in answers)
+        answers = answer(runner.model, prompts, (), CHECKED_TOKENS)
+        return state_error(runner, [document_of(given) for given in answers])
 
 
-def state_error(model: Any, document: Document) -> float:
-    """Return how far a document's states lie from those of the document alone, without a cache.
+def state_error(runner: Runner, documents: Sequence[Document]) -> float:
+    """Return how far documents' states lie from those of each alone, without a cache: the largest.
 
-    The mean over tokens of |stored - alone| / |alone|, for the worst of the four states.
+    Of a document: the mean over tokens of |stored - alone| / |alone|, for the worst of its states.
     """
-    with torch.inference_mode(), Capture(model) as capture:
-        model(input_ids=document.ids[None].to(model.device), logits_to_keep=1)
-        alone = capture.take()[0].cpu().float()
-    stored = torch.cat((document.aux, document.last[:, None]), 1).float()
-    relative = (stored - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-6)
-    return float(relative.mean(0).max())
+    errors = []
+    for document, states in zip(
+        documents, prefill(runner, [d.ids for d in documents]), strict=True
+    ):
+        alone = states.float()
+        stored = torch.cat((document.aux, document.last[:, None]), 1).float()
+        relative = (stored - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-6)
+        errors.append(float(relative.mean(0).max()))
+    return max(errors)
 
 
-def _target(job: Job[Features], source: Path) -> Any:
+def _target(job: Job[Features], source: Path) -> Runner:
     if job.params.target == "source":
-        return load_reference(source, compute_dtype())
-    adaptation = job.inputs["adapt"].json("adaptation.json")
-    return load_candidate(job.inputs["quantize"].path / "checkpoint", adaptation, compute_dtype())
+        runner = open_reference(source, compute_dtype())
+    else:
+        adaptation = job.inputs["adapt"].json("adaptation.json")
+        checkpoint = job.inputs["quantize"].path / "checkpoint"
+        runner = open_candidate(checkpoint, adaptation, compute_dtype())
+    if not runner.resident:
+        raise InputError(
+            "features: the target does not fit in this machine's memory, and it has to generate "
+            f"answers there: {runner.skeleton.bytes / 1e9:.0f} GB of weights",
+            "run the stage on a machine with more memory; everything before it is kept",
+        )
+    return runner
 
 
 def _keep(record: Path, prompts: Sequence[Any], answers: Sequence[Answer], tokenizer: Any) -> None:
@@ -240,7 +254,7 @@ def _link(file: Path, to: Path) -> None:
 
 def _metrics(
     job: Job[Features],
-    model: Any,
+    runner: Runner,
     records: Sequence[dict[str, Any]],
     prompts: Sequence[Sequence[int]],
 ) -> dict[str, float]:
@@ -262,9 +276,9 @@ def _metrics(
         "trained_token_share": trained / tokens,
         "zero_features": sum(r["zero"] for r in records),
         "looped_answers": looped,
-        "batch_invariance_error": batch_invariance_error(model, prompts),
-        "stored_state_error": max(
-            state_error(model, place.read()) for place in _probes(job.out, records)
+        "batch_invariance_error": batch_invariance_error(runner, prompts),
+        "stored_state_error": state_error(
+            runner, [place.read() for place in _probes(job.out, records)]
         ),
     }
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from onboard.checkpoint.models import load_reference
+from onboard.checkpoint.models import Runner, load_reference, open_reference
 from onboard.errors import InputError
 from onboard.speculators import head
-from onboard.speculators.capture import Answer, Capture, answer, aux_layers
+from onboard.speculators.capture import Answer, Capture, answer, aux_layers, prefill
 from onboard.speculators.features import (
     batch_invariance_error,
     check_head,
@@ -27,8 +27,15 @@ PROMPTS = [p["ids"] for p in prompts(6)]
 
 
 @pytest.fixture(params=["llama_twin", "qwen3_moe_twin"])
-def model(request: pytest.FixtureRequest) -> Any:
-    return _with_gain(load_reference(request.getfixturevalue(request.param), torch.float32))
+def runner(request: pytest.FixtureRequest) -> Runner:
+    opened = open_reference(request.getfixturevalue(request.param), torch.float32, resident=True)
+    _with_gain(opened.model)
+    return opened
+
+
+@pytest.fixture
+def model(runner: Runner) -> Any:
+    return runner.model
 
 
 def _with_gain(model: Any) -> Any:
@@ -81,16 +88,26 @@ def test_answers_are_the_models_greedy_ones(model: Any) -> None:
         assert given.states.shape == (len(given.ids), 4, 64)
 
 
-def test_a_batch_gives_what_each_prompt_alone_gives(model: Any) -> None:
-    assert batch_invariance_error(model, PROMPTS) < 0.005
-    for given in answer(model, PROMPTS, (), 8):
-        assert state_error(model, document_of(given)) < 0.005
+def test_a_batch_gives_what_each_prompt_alone_gives(runner: Runner) -> None:
+    assert batch_invariance_error(runner, PROMPTS) < 0.005
+    answers = answer(runner.model, PROMPTS, (), 8)
+    assert state_error(runner, [document_of(given) for given in answers]) < 0.005
 
 
-def test_a_shifted_row_is_a_large_state_error(model: Any) -> None:
-    given = answer(model, PROMPTS, (), 8)[0]
+def test_states_of_a_streamed_prefill_are_the_whole_model_s(qwen3_moe_twin: Path) -> None:
+    documents = [torch.tensor(ids) for ids in PROMPTS]
+    whole, streamed = (
+        prefill(open_reference(qwen3_moe_twin, torch.float32, resident), documents)
+        for resident in (True, False)
+    )
+    for one, other in zip(whole, streamed, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_shifted_row_is_a_large_state_error(runner: Runner) -> None:
+    given = answer(runner.model, PROMPTS, (), 8)[0]
     shifted = Answer(given.ids, given.states.roll(1, 0), given.prompt_length, given.tokens)
-    assert state_error(model, document_of(shifted)) > 0.3
+    assert state_error(runner, [document_of(shifted)]) > 0.3
 
 
 def test_head_reproduces_the_model_from_states_before_the_norm(model: Any) -> None:

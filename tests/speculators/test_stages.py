@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from onboard.checkpoint import models
 from onboard.errors import InputError
 from onboard.recipe import Features, Speculate
 from onboard.speculators import export, features, stage
@@ -127,3 +128,12 @@ def test_stages_read_what_the_pipeline_says_they_need() -> None:
     needs = {s.name: set(s.inputs) for s in STAGES}
     assert needs["features"] >= {"source", "quantize", "data"}
     assert needs["speculate"] >= {"quantize", "features"}
+
+
+def test_a_target_beyond_memory_is_said_before_any_answer(
+    ask: Callable[..., Any], llama_twin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = ask(llama_twin)
+    monkeypatch.setattr(models, "device_memory", lambda: 0)
+    with pytest.raises(InputError, match="does not fit in this machine's memory"):
+        bench.run("features", features.run, FEATURES)
