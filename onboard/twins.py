@@ -40,6 +40,9 @@ COMMON: dict[str, Any] = {
 }
 MOST_LAYERS = 8
 INIT = 0.08  # standard deviation of a random matrix
+# Of an embedding that is not the head too: the last token then decides what follows, and answers
+# do not end in one token for ever. A tied one would repeat it.
+LOUD = 1.0
 
 
 def shrink(config: Mapping[str, Any], vocab_size: int | None = None) -> dict[str, Any]:
@@ -149,8 +152,11 @@ def write(
     rules = families()[by_model_type()[config["model_type"]]]
     generator = torch.Generator().manual_seed(seed)
     state = {}
-    for tensor in tensors or generate(rules, config["model_type"], config):
-        values = torch.randn(tensor.shape, generator=generator) * INIT
+    listed = list(tensors or generate(rules, config["model_type"], config))
+    untied = any(tensor.role == "head" for tensor in listed)
+    for tensor in listed:
+        spread = LOUD if tensor.role == "embed" and untied else INIT
+        values = torch.randn(tensor.shape, generator=generator) * spread
         if tensor.role == "norm" or tensor.name.endswith("norm.weight"):
             values = torch.ones(tensor.shape)
         state[tensor.name] = values.to(torch.bfloat16)

@@ -293,8 +293,8 @@ class _Weights:
 
     def amax(self) -> Tensor:
         """Return the largest magnitude of all, f32 []."""
-        amax = [rows.abs().amax().float() for m in self.group for rows in self.slices(m)]
-        return torch.stack(amax).amax()
+        ends = [torch.aminmax(rows) for m in self.group for rows in self.slices(m)]
+        return torch.stack([end.abs().float() for pair in ends for end in pair]).amax()
 
     def _read(self, matrix: Matrix) -> Iterator[Tensor]:
         step = max(1, SLICE_WEIGHTS // matrix.shape[1])

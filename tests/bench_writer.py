@@ -1,6 +1,6 @@
 """`make bench-writer`: write a checkpoint larger than memory should hold, beside the peers.
 
-    python -m tests.bench_writer [GIGABYTES]
+    python -m tests.bench_writer [GIGABYTES [WRITER]]    all writers, or those so named
 
 The input is a synthetic Qwen3-MoE, 12 GB of bf16 by default, whose first layer holds one fused
 expert tensor of 4 GB. Every writer runs in a process of its own, pinned to one core and, ours, to
@@ -211,20 +211,25 @@ def measure(writer: str, source: Path, folder: Path) -> Measured:
     return Measured(writer, float(lines[-1]), usage.ru_maxrss * 1024, written)
 
 
-def main(gigabytes: float) -> None:
+def main(gigabytes: float, named: str = "") -> None:
     with tempfile.TemporaryDirectory(dir=os.environ.get("ONBOARD_BENCH")) as name:
         folder, source = Path(name), Path(name) / "source"
         make(source, gigabytes)
         size = sum(p.stat().st_size for p in source.glob("*.safetensors"))
         copying = disk_rate(source)
         print(f"source {size / 1e9:.1f} GB; reading and writing it takes {copying:.0f} MB/s\n")
-        print("| writer | seconds | MB/s of bf16 | peak memory | written |\n|---|---|---|---|---|")
-        for writer in WRITERS:
+        print(
+            "| writer | seconds | MB/s of bf16 | of the disk's rate "
+            "| peak memory | written |\n|---|---|---|---|---|---|"
+        )
+        for writer in (name for name in WRITERS if named in name):
             row = measure(writer, source, folder)
             rate = f"{size / 1e6 / row.seconds:.0f}" if row.seconds else row.said[:90]
             took = f"{row.seconds:.0f}" if row.seconds else "-"
             sizes = f"{row.peak / 1e9:.2f} GB | {row.written / 1e9:.2f} GB"
-            print(f"| {row.writer} | {took} | {rate} | {sizes} |", flush=True)
+            alone = (size + row.written) / 2e6 / copying
+            share = f"{alone / row.seconds:.0%}" if row.seconds else "-"
+            print(f"| {row.writer} | {took} | {rate} | {share} | {sizes} |", flush=True)
 
 
 def disk_rate(source: Path) -> float:
@@ -241,7 +246,7 @@ def disk_rate(source: Path) -> float:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 3:
         WRITERS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
     else:
-        main(float(sys.argv[1]) if sys.argv[1:] else 12)
+        main(float(sys.argv[1]) if sys.argv[1:] else 12, *sys.argv[2:3])
