@@ -89,12 +89,11 @@ def gptq(weight: Tensor, hessian: Tensor, scale_2: Tensor) -> tuple[Tensor, Tens
             scale = _scale(block, importance[begin:end], scale_2)
             step = scale.float() * scale_2
             for column in range(begin, end):
-                quotient = rest[:, column] / step
-                rounded = nvfp4.round_to_e2m1(quotient) * step
-                error = (rest[:, column] - rounded) / upper[column, column]
+                value = nvfp4.round_to_e2m1(rest[:, column] / step)
+                error = (rest[:, column] - value * step) / upper[column, column]
                 rest[:, column + 1 : end] -= error[:, None] * upper[column, column + 1 : end]
                 errors[:, column - first] = error
-                codes.append(nvfp4.codes(quotient + 0.0))
+                codes.append(nvfp4.codes(value))
             rest[:, end:last] -= errors[:, begin - first : end - first] @ upper[begin:end, end:last]
             scales.append(scale)
         rest[:, last:] -= errors @ upper[first:last, last:]

@@ -62,9 +62,9 @@ def _round(weight: Tensor, scale_2: Tensor, rounding: str, second_moment: Tensor
     else:
         scale = sweep(values, amax, scale_2, second_moment)
     step = (scale.float() * scale_2).unsqueeze(-1)
-    quotient = values / step
-    error = nvfp4.round_to_e2m1(quotient).mul_(step).sub_(values)
-    packed = nvfp4.pack(nvfp4.codes(quotient).flatten(-2))
+    rounded = nvfp4.round_to_e2m1(values / step)
+    packed = nvfp4.pack(nvfp4.codes(rounded).flatten(-2))
+    error = rounded.mul_(step).sub_(values)
     return Packed(packed, scale, _squared(error), _squared(values))
 
 

@@ -71,7 +71,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     power = torch.frexp(blocks.abs().amax(-1)).exponent - 1 - 2
     exponents = (power + BIAS).clamp(0, 2 * BIAS).to(torch.uint8)
     scale = exponents.view(torch.float8_e8m0fnu).float().unsqueeze(-1)
-    return nvfp4.pack(nvfp4.codes(blocks / scale).flatten(-2)), exponents
+    return nvfp4.pack(nvfp4.codes(nvfp4.round_to_e2m1(blocks / scale)).flatten(-2)), exponents
 
 
 def _alive(codes: Tensor) -> Tensor:

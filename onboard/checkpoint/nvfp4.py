@@ -60,19 +60,17 @@ def round_to_e2m1(x: Tensor) -> Tensor:
     return a.div_(step).round_().mul_(step).copysign_(x)
 
 
-def codes(x: Tensor) -> Tensor:
-    """Return the E2M1 codes of f32 values as u8: nearest value, ties to the even code, saturating.
+def codes(values: Tensor) -> Tensor:
+    """Return the codes u8 of E2M1 values f32, each exactly on the grid.
 
-    Works on the bits of the numbers. From 1 on, one mantissa bit is kept: half of what is cut is
-    added first, less one where the kept bit is even. Below 1 the values are multiples of 0.5, which
-    is the spacing of f32 at 2^22; these codes end at 2, where the others begin.
+    From 1 on, a code is the exponent and the one mantissa bit of the number. Below 1 it is twice
+    the value, read off f32 at 2^22, whose spacing is 0.5; these codes end where the others begin.
     """
-    magnitude = x.abs().clamp_(max=E2M1_MAX)
-    bits = magnitude.view(torch.int32)
-    from_one = ((bits >> 22) & 1).add_(bits).add_(0x1FFFFF).__irshift__(22).sub_(252)
+    magnitude = values.abs()
+    from_one = (magnitude.view(torch.int32) >> 22).sub_(252).clamp_(min=2)
     below_one = (magnitude + 2.0**22).view(torch.int32).sub_(0x4A800000)
-    code = torch.minimum(below_one, from_one.clamp_(min=2))
-    return code.bitwise_or_((x.view(torch.int32) >> 28) & 8).to(torch.uint8)
+    code = torch.minimum(below_one, from_one)
+    return code.bitwise_or_((values.view(torch.int32) >> 28) & 8).to(torch.uint8)
 
 
 def pack(code: Tensor) -> Tensor:
@@ -89,7 +87,7 @@ def quantize(weight: Tensor, weight_scale: Tensor, scale_2: Tensor) -> Tensor:
     """
     step = (weight_scale.float() * scale_2).unsqueeze(-1)
     positive_zero = weight.float() + 0.0
-    return pack(codes(blocks(positive_zero) / step).flatten(-2))
+    return pack(codes(round_to_e2m1(blocks(positive_zero) / step)).flatten(-2))
 
 
 def unpack(packed: Tensor) -> Tensor:
