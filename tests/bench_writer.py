@@ -1,6 +1,6 @@
 """`make bench-writer`: write a checkpoint larger than memory should hold, beside the peers.
 
-    python -m tests.bench_writer [GIGABYTES [WRITER]]    all writers, or those so named
+    python -m tests.bench_writer [GIGABYTES [PATTERN]]    all writers, or those that match
 
 The input is a synthetic Qwen3-MoE, 12 GB of bf16 by default, whose first layer holds one fused
 expert tensor of 4 GB. Every writer runs in a process of its own, pinned to one core and, ours, to
@@ -9,6 +9,7 @@ all; peak memory is that process's.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import shutil
@@ -211,7 +212,7 @@ def measure(writer: str, source: Path, folder: Path) -> Measured:
     return Measured(writer, float(lines[-1]), usage.ru_maxrss * 1024, written)
 
 
-def main(gigabytes: float, named: str = "") -> None:
+def main(gigabytes: float, named: str = "*") -> None:
     with tempfile.TemporaryDirectory(dir=os.environ.get("ONBOARD_BENCH")) as name:
         folder, source = Path(name), Path(name) / "source"
         make(source, gigabytes)
@@ -222,7 +223,7 @@ def main(gigabytes: float, named: str = "") -> None:
             "| writer | seconds | MB/s of bf16 | of the disk's rate "
             "| peak memory | written |\n|---|---|---|---|---|---|"
         )
-        for writer in (name for name in WRITERS if named in name):
+        for writer in fnmatch.filter(WRITERS, named):
             row = measure(writer, source, folder)
             rate = f"{size / 1e6 / row.seconds:.0f}" if row.seconds else row.said[:90]
             took = f"{row.seconds:.0f}" if row.seconds else "-"
