@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,15 +92,19 @@ def write(
     many = len(plan) > 1
     names = [f"model-{n:05d}-of-{len(plan):05d}.safetensors" if many else "model.safetensors"
              for n in range(1, len(plan) + 1)]  # fmt: skip
-    with _threads(min(workers, len(plan))) as pool:
+    with ThreadPoolExecutor(1) as disk, _threads(min(workers, len(plan))) as pool:
         jobs = {
-            pool.submit(_finish_shard, members, folder / name): members
+            pool.submit(_finish_shard, members, folder / name, disk): members
             for name, members in zip(names, plan, strict=True)
         }
+        sealed = []
         for job in as_completed(jobs):
-            job.result()
+            sealed.append(job.result())
             done += sum(unit.bytes for unit in jobs[job])
             progress(done, total)
+        for seal in sealed:
+            if seal is not None:
+                seal.result()
     written = Written()
     for name, members in zip(names, plan, strict=True):
         receipt = json.loads(_receipt(folder / name).read_text())
@@ -131,9 +135,28 @@ def _threads(workers: int) -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(cores)
 
 
-def _finish_shard(units: Sequence[Unit], path: Path) -> None:
-    if not (_receipt(path).exists() and path.exists()):
-        _write_shard(units, path, _receipt(path))
+def _finish_shard(
+    units: Sequence[Unit], path: Path, disk: ThreadPoolExecutor
+) -> Future[None] | None:
+    """Write a shard that has no receipt; the next one need not wait until the disk has it."""
+    if _receipt(path).exists() and path.exists():
+        return None
+    sha, notes = _write_shard(units, _partial(path))
+    return disk.submit(_seal, path, {"sha256": sha, "notes": notes})
+
+
+def _seal(path: Path, receipt: Mapping[str, Any]) -> None:
+    """Bring a shard to the disk, then give it its name and its receipt."""
+    with _partial(path).open("rb") as f:
+        os.fsync(f.fileno())
+    _partial(path).rename(path)
+    note = _partial(_receipt(path))
+    note.write_text(json.dumps(receipt))
+    note.rename(_receipt(path))
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
 
 
 def _receipt(path: Path) -> Path:
@@ -187,10 +210,10 @@ def _shards(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
     return plan
 
 
-def _write_shard(units: Sequence[Unit], path: Path, receipt: Path) -> None:
+def _write_shard(units: Sequence[Unit], partial: Path) -> tuple[str, dict[str, Any]]:
+    """Write a shard's bytes; return their sha256 and the units' notes."""
     sha = hashlib.sha256()
     notes: dict[str, Any] = {}
-    partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as f:
 
         def put(data: bytes | bytearray | memoryview) -> None:
@@ -205,12 +228,7 @@ def _write_shard(units: Sequence[Unit], path: Path, receipt: Path) -> None:
                     put(chunk)
                     size += len(chunk)
                 assert size == spec.bytes, f"{spec.name}: {size} bytes, planned {spec.bytes}"
-        f.flush()
-        os.fsync(f.fileno())
-    partial.rename(path)
-    note = receipt.with_name(receipt.name + ".partial")
-    note.write_text(json.dumps({"sha256": sha.hexdigest(), "notes": notes}))
-    note.rename(receipt)
+    return sha.hexdigest(), notes
 
 
 def _header_bytes(specs: Sequence[Spec]) -> bytes:

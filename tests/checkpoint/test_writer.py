@@ -87,13 +87,15 @@ def test_several_workers_write_the_same_bytes(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, signal, sys, torch
+import os, signal, sys, time, torch
 from pathlib import Path
 from onboard.checkpoint.writer import Spec, Unit, tensor_bytes, write
 
 def unit(n):
     def make(notes):
         if n == 5 and sys.argv[2] == "die":
+            while not list(folder.glob("*.receipt.json")):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         yield tensor_bytes(torch.full((64, 64), float(n)))
     return Unit((Spec(f"t{n}", "F32", (64, 64)),), make)
