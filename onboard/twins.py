@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from onboard.architectures import Architecture, by_model_type, families
-from onboard.architectures.table import Tensor, generate, namespace, num_mtp_layers
+from onboard.architectures.table import Tensor, evaluate, generate, namespace, num_mtp_layers
 
 # What the common keys become; a width is a multiple of 64 so that every kernel takes it.
 COMMON: dict[str, Any] = {
@@ -69,7 +69,7 @@ def shrink(config: Mapping[str, Any], vocab_size: int | None = None) -> dict[str
                 table[key] = min(value, COMMON[key])
     if "num_hidden_layers" in text:
         text["num_hidden_layers"] = kept
-    small = _lay_over(small, text, rules.small, kept)
+    small = _lay_over(small, text, rules.small)
     return small if vocab_size is None else with_vocabulary(small, vocab_size)
 
 
@@ -100,9 +100,10 @@ def _layers_needed(rules: Architecture, config: Mapping[str, Any], layers: int) 
     per_layer = [v for v in names.values() if isinstance(v, list) and len(v) >= layers > 2]
     for row in rules.rows:
         if "{layer}" in row.template or "{any_layer}" in row.template:
-            for tensor in _first_of_each_layer(rules, row, config):
-                if tensor < layers:
-                    kinds[tensor].add(row.template)
+            for layer, kind in enumerate(kinds):
+                seen_there = {**names, "layer": layer}
+                if not row.condition or evaluate(row.condition, seen_there, row.template):
+                    kind.add(row.template)
     full = [(frozenset(k), *(json.dumps(v[i]) for v in per_layer)) for i, k in enumerate(kinds)]
     wanted, seen = set(full), set()
     for number, kind in enumerate(full, 1):
@@ -114,18 +115,8 @@ def _layers_needed(rules: Architecture, config: Mapping[str, Any], layers: int) 
     return min(layers, MOST_LAYERS)
 
 
-def _first_of_each_layer(rules: Architecture, row: Any, config: Mapping[str, Any]) -> Iterable[int]:
-    from onboard.architectures.table import evaluate
-
-    names = namespace(rules, config)
-    for layer in range(names["num_hidden_layers"]):
-        seen = {**names, "layer": layer}
-        if not row.condition or evaluate(row.condition, seen, row.template):
-            yield layer
-
-
 def _lay_over(
-    small: dict[str, Any], text: dict[str, Any], changes: Mapping[str, Any], kept: int
+    small: dict[str, Any], text: dict[str, Any], changes: Mapping[str, Any]
 ) -> dict[str, Any]:
     for key, value in changes.items():
         path = key.split(".")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from onboard.checkpoint import nvfp4
-from onboard.quantize.rounding import SWEEP_SCALE_MAX, TARGETS
+from onboard.quantize import rounding
+from onboard.quantize.rounding import TARGETS
 
 DAMPING = 0.01  # of H's mean diagonal, added to its diagonal
 LAZY = 128  # columns after which errors are handed on to all the others
@@ -115,5 +116,4 @@ def _scale(block: Tensor, importance: Tensor, scale_2: Tensor) -> Tensor:
 
 def shared_scale(weight: Tensor) -> Tensor:
     """Return the `weight_scale_2` f32 [] of matrices that are fused, with room for the search."""
-    amax = weight.abs().amax()
-    return nvfp4.tensor_scale(amax if amax > 0 else torch.ones_like(amax), SWEEP_SCALE_MAX)
+    return rounding.shared_scale(weight.abs().amax(), "sweep")
