@@ -197,7 +197,7 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
     evaluated = data.evaluation_documents * data.tokens_per_document
     evaluated += recipe.fidelity.task_documents * TASK_TOKENS
     answered = recipe.features
-    rounded = int(recipe.quantize.rounding == "sequential")
+    rounded = int(recipe.quantize.method == "sequential")
     documents = min(recipe.quantize.documents, data.calibration_documents)
     compensated = documents * data.tokens_per_document
     kept_inputs = compensated * (STEP_WIDTHS * FP32 + 2 * BF16) * hidden
@@ -251,7 +251,7 @@ def reads_of(stage: str, recipe: Recipe) -> Reads:
     """Return the reads of a stage, which its settings may change."""
     if stage == "features" and recipe.features.target == "source":
         return Reads(source=READS[stage].candidate)
-    if stage == "quantize" and recipe.quantize.rounding == "sequential":
+    if stage == "quantize" and recipe.quantize.method == "sequential":
         return Reads(source=2)  # a layer at a time to round, then to copy what stays
     return READS[stage]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from onboard.errors import InputError
 
@@ -102,6 +102,7 @@ class Data(Section):
     calibration_documents: int = Field(64, ge=1)
     selection_documents: int = Field(24, ge=0)
     evaluation_documents: int = Field(40, ge=2)
+    distillation_documents: int = Field(0, ge=0)  # for quantize.method=qad
     training_prompts: int = Field(320, ge=1)
     evaluation_prompts: int = Field(20, ge=1)
     tokens_per_document: int = Field(256, ge=16)
@@ -130,11 +131,57 @@ class QuantizeGates(Section):
     relative_error_max: float | None = at_most(0.2)
 
 
+class Budget(Section):
+    """What the allocation of NVFP4, FP8 and BF16 may spend; one limit, or none: all NVFP4."""
+
+    bits: float | None = Field(None, ge=4.5, le=16)  # a weight that may be quantized, with scales
+    bytes: int | None = Field(None, ge=1)  # of all weights that may be quantized
+    speed: float | None = Field(None, ge=1, le=16 / 4.5)  # times bf16's, by bytes read per token
+    kl_max: float | None = Field(None, gt=0)  # measured on the selection documents
+    documents: int = Field(8, ge=2)  # of the calibration set, to measure sensitivities
+    swaps: int = Field(4, ge=0)  # tried on the joint KL of the selection documents
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Budget:
+        given = [name for name in LIMITS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"one limit, not {' and '.join(given)}")
+        return self
+
+    @property
+    def limit(self) -> tuple[str, float] | None:
+        """The name and value of the limit that was given."""
+        return next(((n, v) for n in LIMITS if (v := getattr(self, n)) is not None), None)
+
+
+LIMITS = ("bits", "bytes", "speed", "kl_max")
+
+
+class Distill(Section):
+    """Quantization-aware distillation: KL against the source, through the exact rounding."""
+
+    train: Literal["weights", "norms"] = "weights"  # norms: those and the tensors' fp32 scales
+    epochs: int = Field(2, ge=1)  # over data.distillation_documents
+    minutes: float | None = Field(None, gt=0)  # training ends after these
+    batch_size: int = Field(4, ge=1)
+    learning_rate: float = Field(2e-5, gt=0)
+    warmup_steps: int = Field(10, ge=0)
+    evaluate_steps: int = Field(32, ge=1)  # between looks at the selection documents
+    patience: int = Field(3, ge=1)  # looks without a gain, after which training ends
+    seed: int = 0
+
+
 class Quantize(Section):
     """How weights become NVFP4."""
 
-    rounding: Literal["rtn", "sweep", "sequential"] = "sequential"
-    documents: int = Field(64, ge=1)  # of the calibration set, for the sequential rounding
+    method: Literal["rtn", "sweep", "gptq", "sequential", "qad", "auto"] = "sequential"
+    target_kl: float | None = Field(None, gt=0)  # on the selection documents, where auto stops
+    minutes: float | None = Field(None, gt=0)  # after which auto begins no further method
+    budget: Budget = Budget()
+    distill: Distill = Distill()
+    layout: Literal["modelopt", "compressed-tensors"] = "modelopt"
+    documents: int = Field(64, ge=1)  # of the calibration set, for gptq and sequential
     batch_size: int = Field(4, ge=1)  # a quarter of the batches judges what the others fit
     activations: Literal["nvfp4", "none"] = "nvfp4"  # W4A4 or W4A16
     shard_bytes: int = Field(4 * 2**30, ge=2**20)

@@ -33,8 +33,16 @@ STAGES = (
     Stage(
         "quantize",
         "onboard.quantize.stage:run",
-        (WEIGHTS, "adapt", "calibrate", "data/calibration.jsonl"),
-        packages=TORCH,
+        (
+            WEIGHTS,
+            TOKENIZER,
+            "adapt",
+            "calibrate",
+            "data/calibration.jsonl",
+            "data/selection.jsonl",
+            "data/distillation.jsonl",
+        ),
+        packages=(*TORCH, "accelerate"),
         costly=True,
     ),
     Stage(

@@ -115,7 +115,7 @@ def ours(source: Path, out: Path, rounding: str, workers: int) -> None:
     groups = scale_groups(table)
     measured = out / "activations.safetensors"
     _measurements(measured, [m for group in groups for m in group])
-    params = Quantize(rounding="rtn" if rounding == "rtn" else "sweep", shard_bytes=2**29)
+    params = Quantize(method="rtn" if rounding == "rtn" else "sweep", shard_bytes=2**29)
     units = plan_units(Reader.open(source), table, groups, Activations(measured), params)
     began = time.monotonic()
     write(units, out, params.shard_bytes, workers=workers)

@@ -107,7 +107,7 @@ def examine(case: str, folder: Path, engine: bool = True) -> Row:
     ids = [{"id": str(n), "ids": [(7 * n + k) % 500 for k in range(96)]} for n in range(8)]
     bench.put("data", calibration__jsonl=ids)
     bench.run("calibrate", calibrate.run, Calibrate())
-    quantized = bench.run("quantize", stage.run, Quantize(rounding="rtn"))
+    quantized = bench.run("quantize", stage.run, Quantize(method="rtn"))
     checkpoint = quantized.path / "checkpoint"
     return Row(
         case,

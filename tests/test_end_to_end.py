@@ -204,9 +204,9 @@ def test_a_tight_gate_fails_with_3_and_recomputes_nothing(
 
 
 def test_an_error_is_one_json_document_with_its_exit_code(home: Path) -> None:
-    error = onboard(home, command("smollm2-135m", {"quantize.roundin": "rtn"}), code=2)["error"]
+    error = onboard(home, command("smollm2-135m", {"quantize.methd": "rtn"}), code=2)["error"]
     assert error["kind"] == "input"
-    assert "quantize.rounding" in error["message"]
+    assert "quantize.method" in error["message"]
     engine = {"ONBOARD_ENGINE_PYTHON": "/nowhere/python"}
     error = onboard(home, command("smollm2-135m", {}), code=4, **engine)["error"]
     assert error["kind"] == "environment"

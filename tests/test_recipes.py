@@ -95,14 +95,14 @@ def test_resolving_imports_neither_torch_nor_transformers() -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("quantize.sampels=3", "recipe: unknown key quantize.sampels; valid keys here: rounding"),
-        ("quantize.roundin=rtn", "unknown key quantize.roundin; did you mean quantize.rounding?"),
+        ("quantize.sampels=3", "recipe: unknown key quantize.sampels; valid keys here: method"),
+        ("quantize.roundin=rtn", "unknown key quantize.roundin; did you mean quantize.method?"),
         ("fidelty.seed=1", "unknown key fidelty; did you mean fidelity?"),
         ("fidelity.gates.kl_men=1", "fidelity.gates.kl_men; did you mean fidelity.gates.kl_mean?"),
         ("data.seed=x", "recipe: data.seed: Input should be a valid integer"),
         (
-            "quantize.rounding=floor",
-            "recipe: quantize.rounding: Input should be 'rtn', 'sweep' or",
+            "quantize.method=floor",
+            "recipe: quantize.method: Input should be 'rtn', 'sweep' or",
         ),
         ("data.seed", "--set 'data.seed': expected section.key=value"),
     ],

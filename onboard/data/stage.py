@@ -33,7 +33,7 @@ def fingerprint(params: Data) -> Any:
 
 
 def run(job: Job[Data]) -> None:
-    """Write the five sets, HellaSwag's items, and where each document comes from."""
+    """Write the six sets, HellaSwag's items, and where each document comes from."""
     params = job.params
     if not params.corpora:
         raise InputError("data.corpora: the recipe names no documents", "extend base.yaml")
@@ -61,6 +61,7 @@ def needs(params: Data) -> tuple[Need, ...]:
         Need("selection", params.selection_documents, "document"),
         Need("calibration", params.calibration_documents, "document"),
         Need("training_prompts", params.training_prompts, "prompt"),
+        Need("distillation", params.distillation_documents, "document"),
     )
 
 

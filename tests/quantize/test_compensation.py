@@ -102,7 +102,7 @@ def test_layer_after_layer_is_closer_to_the_source(
     for method in ("sweep", "sequential"):
         own = type(bench)(tmp_path / method)
         own.folder.mkdir()
-        folder = quantized(own, root, documents(12), rounding=method, batch_size=2)
+        folder = quantized(own, root, documents(12), method=method, batch_size=2)
         table = own.artifacts["adapt"].json("adaptation.json")
         model = load_candidate(folder / "checkpoint", table, torch.float32)
         with torch.inference_mode():
@@ -119,7 +119,7 @@ def test_a_layer_that_was_finished_is_not_rounded_again(
     bench.run("adapt", adapt.run, Adapt())
     bench.put("data", calibration__jsonl=documents())
     bench.run("calibrate", calibrate.run, Calibrate())
-    params = Quantize(rounding="sequential", batch_size=4)
+    params = Quantize(method="sequential", batch_size=4)
     job = bench.job("quantize", params)
     save = sequential._save
 
@@ -151,7 +151,7 @@ def test_every_layout_of_experts_is_rounded_in_place(bench: Any, tmp_path: Path,
     if case == "gpt_oss":
         del config["quantization_config"]  # bf16, as transformers saves it: nothing is exact
     twin = twins.write(twins.shrink(config, vocab_size=512), tmp_path / "twin")
-    folder = quantized(bench, twin, documents(4), rounding="sequential", batch_size=2)
+    folder = quantized(bench, twin, documents(4), method="sequential", batch_size=2)
     found = tensors(folder / "checkpoint")
     packed = [name for name in found if name.endswith("weight_scale_2")]
     notes = bench.artifacts["quantize"].json("tensors.json")
@@ -161,6 +161,6 @@ def test_every_layout_of_experts_is_rounded_in_place(bench: Any, tmp_path: Path,
 
 
 def test_three_tokens_leave_unseen_experts_finite(bench: Any, qwen3_moe_twin: Path) -> None:
-    folder = quantized(bench, qwen3_moe_twin, documents(1, 3), rounding="sequential")
+    folder = quantized(bench, qwen3_moe_twin, documents(1, 3), method="sequential")
     for name, tensor in tensors(folder / "checkpoint").items():
         assert torch.isfinite(tensor.float()).all(), name
