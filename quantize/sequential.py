@@ -9,7 +9,6 @@ finished is loaded from scratch.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from onboard.checkpoint import nvfp4, taps
@@ -28,6 +26,7 @@ from onboard.checkpoint.streaming import Pass, TrialEnds, visit_layers
 from onboard.checkpoint.taps import Point
 from onboard.hardware import device_kind
 from onboard.quantize.compensation import Inputs, corrected, gptq, shared_scale
+from onboard.quantize.layers import save_layer
 
 SHRINKAGE_TOKENS = 256  # weight of the layer's mean in the statistics of an expert
 PARTS = ("weight", "weight_scale", "weight_scale_2")
@@ -141,27 +140,6 @@ def compensate(
     visit_layers(runner.skeleton, runner.read, passes, visit)
 
 
-class Layers:
-    """The rounded matrices in `scratch`, read one by one."""
-
-    def __init__(self, scratch: Path) -> None:
-        self.notes: dict[str, dict[str, Any]] = {}
-        self._files: dict[str, Path] = {}
-        for path in sorted(scratch.glob("layer-*.safetensors")):
-            notes = json.loads(path.with_suffix(".json").read_text())
-            self.notes |= notes
-            self._files |= dict.fromkeys(notes, path)
-
-    def __contains__(self, module: str) -> bool:
-        return module in self._files
-
-    def parts(self, module: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weight, weight_scale and weight_scale_2."""
-        with safe_open(self._files[module], framework="pt") as f:
-            weight, scale, scale_2 = (f.get_tensor(f"{module}.{part}") for part in PARTS)
-        return weight, scale, scale_2
-
-
 def _round_layer(
     work: Work, layer: int, wanted: Sequence[Pass[None]], quantized: Sequence[Pass[None]]
 ) -> None:
@@ -189,7 +167,7 @@ def _round_layer(
                 stored = nvfp4.dequantize(*(tensors[f"{matrix.module}.{p}"] for p in PARTS))
                 _view(work, point, matrix).copy_(stored)
     if not done:
-        _save(file, tensors, notes)
+        save_layer(file, tensors, notes)
     flow.watched = frozenset()
     for run in quantized:
         run.go_on()
@@ -294,11 +272,3 @@ def _view(work: Work, point: Point, matrix: Matrix) -> Tensor:
         work.offsets[place] = next(i for i in starts if torch.equal(stacked[i], source))
     first = work.offsets[place]
     return stacked[first : first + matrix.shape[0]]
-
-
-def _save(path: Path, tensors: dict[str, Tensor], notes: Mapping[str, Any]) -> None:
-    """Write the notes, then the tensors: a layer whose file is there is complete."""
-    path.with_suffix(".json").write_text(json.dumps(notes))
-    partial = path.with_suffix(".partial")
-    save_file(dict(sorted(tensors.items())), partial)
-    partial.rename(path)

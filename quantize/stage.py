@@ -17,7 +17,8 @@ from onboard.hardware import cores
 from onboard.pipeline import Job
 from onboard.quantize import config
 from onboard.quantize.calibrate import document_batches
-from onboard.quantize.sequential import Layers, compensate
+from onboard.quantize.layers import Layers
+from onboard.quantize.sequential import compensate
 from onboard.quantize.units import Activations, plan_units
 from onboard.recipe import Quantize
 from onboard.source import root

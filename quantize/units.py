@@ -25,7 +25,7 @@ from onboard.checkpoint.reader import Reader
 from onboard.checkpoint.writer import Chunks, Spec, Unit, copy_bytes, tensor_bytes
 from onboard.hardware import device_kind
 from onboard.quantize import rounding
-from onboard.quantize.sequential import Layers
+from onboard.quantize.layers import Layers
 from onboard.recipe import Quantize
 
 SLICE_WEIGHTS = 2**23  # weights read at a time
@@ -159,7 +159,7 @@ def _rounded(
 def _from_layers(layers: Layers, group: Group, notes: dict[str, Any]) -> Parts:
     for matrix in group:
         notes[matrix.module] = {**_note(matrix), **layers.notes[matrix.module]}
-        yield matrix, map(tensor_bytes, layers.parts(matrix.module))
+        yield matrix, map(tensor_bytes, layers.parts(matrix.module).values())
 
 
 def _from_mxfp4(source: Reader, group: Group, notes: dict[str, Any]) -> Parts:

@@ -96,7 +96,7 @@ def test_resolving_imports_neither_torch_nor_transformers() -> None:
     ("assignment", "message"),
     [
         ("quantize.sampels=3", "recipe: unknown key quantize.sampels; valid keys here: method"),
-        ("quantize.methd=rtn", "unknown key quantize.roundin; did you mean quantize.method?"),
+        ("quantize.methd=rtn", "unknown key quantize.methd; did you mean quantize.method?"),
         ("fidelty.seed=1", "unknown key fidelty; did you mean fidelity?"),
         ("fidelity.gates.kl_men=1", "fidelity.gates.kl_men; did you mean fidelity.gates.kl_mean?"),
         ("data.seed=x", "recipe: data.seed: Input should be a valid integer"),

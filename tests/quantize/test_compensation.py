@@ -121,14 +121,14 @@ def test_a_layer_that_was_finished_is_not_rounded_again(
     bench.run("calibrate", calibrate.run, Calibrate())
     params = Quantize(method="sequential", batch_size=4)
     job = bench.job("quantize", params)
-    save = sequential._save
+    save = sequential.save_layer
 
     def killed(path: Path, *rest: Any) -> None:
         save(path, *rest)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(sequential, "_save", killed)
+        patch.setattr(sequential, "save_layer", killed)
         with pytest.raises(KeyboardInterrupt):
             stage.run(job)
     kept = job.scratch / "layers" / "layer-00000.safetensors"
