@@ -102,7 +102,7 @@ def test_resolving_imports_neither_torch_nor_transformers() -> None:
         ("data.seed=x", "recipe: data.seed: Input should be a valid integer"),
         (
             "quantize.method=floor",
-            "recipe: quantize.method: Input should be 'rtn', 'sweep' or",
+            "recipe: quantize.method: Input should be 'rtn', 'sweep'",
         ),
         ("data.seed", "--set 'data.seed': expected section.key=value"),
     ],
