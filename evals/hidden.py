@@ -6,16 +6,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onboard.checkpoint.cache import Passing
 from onboard.checkpoint.skeleton import decoder_of
 from onboard.errors import InputError
 from onboard.evals.kl import Head
 
 AGREEMENT = 1e-3  # how far recomputed logits may be from the model's, relative to their range
+
+
+def vocabulary(root: Path) -> int:
+    """Return how many rows of the output layer stand for a token; the rest is padding."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+    return int(max(tokenizer.get_vocab().values())) + 1
 
 
 @dataclass(frozen=True)
@@ -43,17 +53,20 @@ def batches(rows: list[dict[str, Any]], size: int) -> list[Batch]:
 
 
 @torch.inference_mode()
-def last_hidden(model: Any, documents: list[list[int]]) -> Tensor:
+def last_hidden(model: Any, documents: list[list[int]], cache: Passing | None = None) -> Tensor:
     """Return the states that predict each document's second to last token, [T, H] on the CPU.
 
     States are those after the final norm. Documents are padded on the right, where a causal
-    model does not look.
+    model does not look. Keys and values go through `cache`, which serves this one pass.
     """
     longest = max(map(len, documents))
     ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in documents])
     mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in documents])
     hidden = decoder_of(model)(
-        input_ids=ids.to(model.device), attention_mask=mask.to(model.device), use_cache=False
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        use_cache=cache is not None,
+        **({} if cache is None else {"cache": cache}),
     ).last_hidden_state
     kept = [states[: len(ids) - 1] for states, ids in zip(hidden, documents, strict=True)]
     return torch.cat(kept).float().cpu()

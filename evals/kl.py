@@ -76,8 +76,9 @@ def compare(
     Each side is its last hidden states [T, H], after the final norm, and its head. Logits exist
     for `chunk` tokens at a time.
     """
+    device = reference[1].weight.device
     parts = [
-        _compare(reference[1].logits(r), candidate[1].logits(c), t)
+        _compare(reference[1].logits(r.to(device)), candidate[1].logits(c.to(device)), t.to(device))
         for r, c, t in zip(
             *(torch.split(x, chunk) for x in (reference[0], candidate[0], targets)), strict=True
         )

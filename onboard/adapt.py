@@ -15,6 +15,7 @@ from typing import Any
 
 from onboard import source
 from onboard.architectures import LINEAR, QUANTIZABLE, Role
+from onboard.architectures.table import evaluate, namespace
 from onboard.checkpoint.formats import check_method, weights
 from onboard.checkpoint.headers import read_headers
 from onboard.errors import InputError
@@ -37,6 +38,12 @@ NO_LINEAR_LAYER = (Role.EMBED, Role.NORM, Role.BIAS, Role.BUFFER)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # vLLM fuses these two under a name of its own, and not every model class of it maps that back.
 ENGINE_NAMES = dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj")
+# Of projections that engines fuse: what the fused module is called.
+FUSED_NAMES = {
+    **ENGINE_NAMES,
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
 LOOK_UPS = ("embed_tokens", "embed", "tok_emb")  # the copies that MTP layers hold
 
 
@@ -95,6 +102,21 @@ def ignored(config: ModelConfig, tensors: Plan) -> list[str]:
             names.add(module)
             if projection in ENGINE_NAMES:
                 names.add(f"{parent}.{ENGINE_NAMES[projection]}")
+    return sorted(names)
+
+
+def ignored_beside(adaptation: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
+    """Return `ignored` and the modules that `formats` keeps in bf16, by their fused names too.
+
+    `formats` holds "fp8" or "bf16" by module. Experts appear as their container.
+    """
+    names = set(adaptation["ignore"])
+    for module in (module for module, form in formats.items() if form == "bf16"):
+        parent, projection = split_module(module)
+        if container := expert_container(module):
+            names.add(container)
+        else:
+            names |= {module, f"{parent}.{FUSED_NAMES.get(projection, projection)}"}
     return sorted(names)
 
 
@@ -161,19 +183,23 @@ def describe(config: ModelConfig, tensors: Plan) -> dict[str, Any]:
 def experts(config: ModelConfig, tensors: Plan) -> dict[str, Any] | None:
     """Return how routed experts are stored, None without any.
 
-    `layout` is "separate", one weight each, or "fused", [E, ...]; `fused` then holds the parts,
-    axes and interleaving of each fused weight by the last part of its name.
+    A token uses `per_token` of `count`. `layout` is "separate", one weight each, or "fused",
+    [E, ...]; `fused` then holds the parts, axes and interleaving of each fused weight by the last
+    part of its name.
     """
     names = [name for name, tensor in tensors.items() if tensor.role is Role.EXPERT]
     if not names:
         return None
     rules = config.rules.fused_experts
+    names_in_config = namespace(config.rules, config.raw)
+    used = int(evaluate(config.rules.experts_per_token, names_in_config, "experts per token"))
     fused = [n for n in names if len(tensors[n].shape) == 3 and last_part(n) in rules]
     if fused:
         layouts = {last: asdict(rules[last]) for last in sorted({last_part(n) for n in fused})}
-        return {"layout": "fused", "count": tensors[fused[0]].shape[0], "fused": layouts}
+        count = tensors[fused[0]].shape[0]
+        return {"layout": "fused", "count": count, "per_token": used, "fused": layouts}
     numbers = {match[1] for name in names if (match := re.search(r"\.experts\.(\d+)\.", name))}
-    return {"layout": "separate", "count": len(numbers), "fused": {}}
+    return {"layout": "separate", "count": len(numbers), "per_token": used, "fused": {}}
 
 
 def metrics(config: ModelConfig, tensors: Plan) -> dict[str, float]:

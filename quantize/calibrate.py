@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onboard.checkpoint import taps
+from onboard.checkpoint.cache import Passing, projections
 from onboard.checkpoint.matrices import EXPERT, Matrix, range_groups, scale_groups
 from onboard.checkpoint.models import Runner, compute_dtype, open_reference
 from onboard.checkpoint.nvfp4 import E4M3_MAX
@@ -68,7 +69,7 @@ def _with_forward(
     second = shrunk_moments(seen, ranges)
     tensors |= {f"{name}.second_moment": value for name, value in second.items()}
     if cached is not None:
-        tensors |= cache_scales(cached, adaptation["tensors"], runner.skeleton.inside_layers())
+        tensors |= cache_scales(cached, projections(runner.skeleton))
     save_file(dict(sorted(tensors.items())), job.out / "activations.safetensors")
     write_json(job.out / "tokens.json", {name: one.tokens for name, one in seen.items()})
     write_json(job.out / "metrics.json", _metrics(seen))
@@ -151,36 +152,29 @@ class CacheRanges:
     def __init__(self) -> None:
         self.amax: dict[int, tuple[float, float]] = {}
 
-    def watch(self, config: Any) -> Any:
+    def watch(self, config: Any) -> Passing:
         """Return a cache that keeps nothing but these magnitudes."""
-        from transformers import DynamicCache
+        return Passing(config, self._see)
 
-        ranges = self
-
-        class Watched(DynamicCache):  # type: ignore[misc]
-            def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-                before = ranges.amax.get(layer_idx, (0.0, 0.0))
-                found = (float(key.abs().amax()), float(value.abs().amax()))
-                ranges.amax[layer_idx] = (max(before[0], found[0]), max(before[1], found[1]))
-                return key, value
-
-        return Watched(config=config)
+    def _see(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        before = self.amax.get(layer, (0.0, 0.0))
+        found = (float(keys.abs().amax()), float(values.abs().amax()))
+        self.amax[layer] = (max(before[0], found[0]), max(before[1], found[1]))
+        return keys, values
 
 
 def cache_scales(
-    cached: CacheRanges, tensors: Iterable[str], layers: Sequence[Sequence[str]]
+    cached: CacheRanges, modules: Mapping[int, Mapping[str, str]]
 ) -> dict[str, Tensor]:
     """Return `<…k_proj>.k_scale` and `<…v_proj>.v_scale` f32 [], amax over E4M3's largest number.
 
-    Layers without a `k_proj`, which cache something else than keys and values, get none: engines
-    then cache with scale 1.
+    `modules` are the `projections` of the model. Layers without a `k_proj`, which cache something
+    else than keys and values, get none: engines then cache with scale 1.
     """
     scales = {}
     for number, amax in cached.amax.items():
         for part, largest in zip("kv", amax, strict=True):
-            ending = f".{part}_proj.weight"
-            for name in (n for n in layers[number] if n in tensors and n.endswith(ending)):
-                module = name.removesuffix(".weight")
+            if module := modules.get(number, {}).get(part):
                 scales[f"{module}.{part}_scale"] = torch.tensor((largest or 1.0) / E4M3_MAX)
     return scales
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from onboard.checkpoint import nvfp4
+from onboard.checkpoint.reciprocal import invertible
 
-TARGETS = (6.0, 4.0, 4.5, 5.0, 5.5, 7.0, 8.0)  # what a block's amax is mapped to; 6 wins ties
+# What a block's amax is mapped to; 6 wins ties. Above 6 the largest weights are clipped.
+TARGETS = (6.0, 4.0, 4.5, 5.0, 5.5, 6.5, 7.0, 7.5, 8.0, 9.0, 10.0, 11.0, 12.0)
 SWEEP_SCALE_MAX = 256.0  # leaves room for amax -> 4: 256 * 6/4 = 384 <= 448
 
 
@@ -38,7 +40,8 @@ def shared_scale(amax: Tensor, rounding: str) -> Tensor:
     """Return the one `weight_scale_2` f32 [] of matrices with weights up to `amax` f32 []."""
     if amax == 0:
         amax = torch.ones_like(amax)  # all-zero weights: any positive scale stores them exactly
-    return nvfp4.tensor_scale(amax, nvfp4.E4M3_MAX if rounding == "rtn" else SWEEP_SCALE_MAX)
+    top = nvfp4.E4M3_MAX if rounding == "rtn" else SWEEP_SCALE_MAX
+    return invertible(nvfp4.tensor_scale(amax, top))
 
 
 def round_rows(weight: Tensor, scale_2: Tensor, rounding: str, second_moment: Tensor) -> Packed:

@@ -3,8 +3,9 @@
 Two kinds of passes go through the source in lock step: the unquantized ones say what every matrix
 should have got, the others what it gets once everything before it is rounded. Each matrix is moved
 towards the wanted outputs and rounded with compensation (`onboard.quantize.compensation`), before
-the ones behind it are looked at. Memory: a layer, and what enters it. A layer that an earlier run
-finished is loaded from scratch.
+the ones behind it are looked at. Without propagation there are unquantized passes alone, and every
+matrix is rounded for what it gets there: plain GPTQ. Memory: a layer, and what enters it. A layer
+that an earlier run finished is loaded from scratch.
 """
 
 from __future__ import annotations
@@ -19,17 +20,25 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from onboard.checkpoint import nvfp4, taps
+from onboard.checkpoint import fp8, taps
 from onboard.checkpoint.matrices import Group, Matrix
 from onboard.checkpoint.models import InputQuantizer, Runner
 from onboard.checkpoint.streaming import Pass, TrialEnds, visit_layers
 from onboard.checkpoint.taps import Point
 from onboard.hardware import device_kind
-from onboard.quantize.compensation import Inputs, corrected, gptq, shared_scale
+from onboard.quantize import rounding
+from onboard.quantize.compensation import Inputs, corrected, rounded
+from onboard.quantize.grids import Fp8, Grid, NvFp4, Packed, dequantize
 from onboard.quantize.layers import save_layer
+from onboard.quantize.views import Views
 
 SHRINKAGE_TOKENS = 256  # weight of the layer's mean in the statistics of an expert
-PARTS = ("weight", "weight_scale", "weight_scale_2")
+JUDGING_TOKENS = 32  # the same among the tokens that judge
+BATCH_WEIGHTS = 2**26  # of the statistics of experts that are rounded at once
+JUDGE = 4  # every so many-th pass judges what the others fit
+
+Seen = Mapping[int, Tensor]  # what entered [tokens, in] f32, by pass
+Formats = Mapping[str, str]  # "fp8" by module; all others become NVFP4
 
 
 class Flow:
@@ -40,11 +49,13 @@ class Flow:
     engine will; a trial ends when what is `watched` was seen.
     """
 
-    def __init__(self, scales: Mapping[Point, Tensor]) -> None:
-        self.quantize = InputQuantizer(scales) if scales else None
+    def __init__(self, quantize: InputQuantizer | None) -> None:
+        self.quantize = quantize
         self.quantized = False
+        self.keeps_experts = False  # in unquantized passes
+        self.number = 0  # of the pass that runs
         self.watched: frozenset[Point] = frozenset()
-        self.seen: dict[Point, list[Tensor]] = defaultdict(list)
+        self.seen: dict[Point, dict[int, Tensor]] = defaultdict(dict)
         self.steps: dict[Any, list[Point]] = {}
         self._step: list[Point] = []
         self._last: Tensor | None = None
@@ -53,27 +64,39 @@ class Flow:
         if not self.quantized:
             self._note(point, x)
             return None
-        found = x if self.quantize is None else self.quantize(point, x)
-        assert found is not None
+        found = self.as_served(point, x)
         if point in self.watched:
-            self.seen[point].append(found.flatten(0, -2).float())
+            self._keep(point, found)
             if point.expert is None:
                 raise TrialEnds
+        return found
+
+    def as_served(self, point: Point, x: Tensor) -> Tensor:
+        """Return what an engine multiplies with."""
+        found = x if self.quantize is None else self.quantize(point, x)
+        assert found is not None
         return found
 
     def _note(self, point: Point, x: Tensor) -> None:
         if point.expert is not None:
             self._step = self.steps.setdefault(point.parameter, [])
+            if self.keeps_experts:
+                self._keep(point, x)
         elif x is not self._last:
             self._step = self.steps.setdefault(point, [])
-            self.seen[point].append(x.flatten(0, -2).float())
+            self._keep(point, x)
         if point not in self._step:
             self._step.append(point)
         self._last = x
 
-    def take(self) -> dict[Point, list[Tensor]]:
-        """Return what was kept, [tokens, in] a pass, by point, and forget it."""
-        found, self.seen = dict(self.seen), defaultdict(list)
+    def _keep(self, point: Point, x: Tensor) -> None:
+        rows = x.flatten(0, -2).float()
+        held = self.seen[point].get(self.number)
+        self.seen[point][self.number] = rows if held is None else torch.cat([held, rows])
+
+    def take(self) -> dict[Point, dict[int, Tensor]]:
+        """Return what was kept, by point and pass, and forget it."""
+        found, self.seen = dict(self.seen), defaultdict(dict)
         return found
 
     def take_steps(self, points: Iterable[Point]) -> list[list[Point]]:
@@ -90,41 +113,74 @@ class Flow:
 class Work:
     """A model, the matrices to round by place, their groups, and where a finished layer goes."""
 
-    runner: Runner
+    view: Views
     places: Mapping[Point, Sequence[Matrix]]
     groups: Mapping[str, Group]  # by module
+    formats: Formats
     flow: Flow
+    layers: str  # what all layers' names begin with
     scratch: Path
-    offsets: dict[tuple[str, str], int] = field(default_factory=dict)  # see `_view`
 
     def file(self, layer: int) -> Path:
         return self.scratch / f"layer-{layer:05d}.safetensors"
 
     def points(self, layer: int) -> list[Point]:
-        prefix = f"{self.runner.skeleton.prefix}.{layer}."
+        prefix = f"{self.layers}.{layer}."
         return [point for point in self.places if point.parameter.startswith(prefix)]
+
+    def grid(self, weights: Tensor, module: str) -> Grid:
+        """Return the grid of matrices [B, out, in], each a group with a scale of its own."""
+        amax = weights.abs().amax((1, 2))
+        if self.formats.get(module) == "fp8":
+            return Fp8(torch.stack([fp8.tensor_scale(each) for each in amax]))
+        scales = [rounding.shared_scale(each, "sweep") for each in amax]
+        return NvFp4(torch.stack(scales))
+
+
+@dataclass
+class Layer:
+    """What a layer's file will hold."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, module: str, parts: Packed, weight: Tensor, **notes: Any) -> None:
+        """Add a packed matrix; `weight` [out, in] is what it stands for."""
+        norm, error = float(weight.norm()), float((dequantize(parts) - weight).norm())
+        self.notes[module] = {"relative_error": round(error / norm, 6) if norm else 0.0, **notes}
+        self.tensors |= {f"{module}.{name}": part.cpu().clone() for name, part in parts.items()}
+
+    def values(self, module: str) -> Tensor:
+        """Return a matrix as it is stored, f32 [out, in]."""
+        names = ("weight", "weight_scale", "weight_scale_2")
+        held = {n: self.tensors[f"{module}.{n}"] for n in names if f"{module}.{n}" in self.tensors}
+        return dequantize(held)
 
 
 def compensate(
     runner: Runner,
     groups: Iterable[Group],
     batches: Sequence[Tensor],
-    input_scale: Callable[[str], Tensor] | None,
+    input_scale: Callable[[str], Tensor | None],
     scratch: Path,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    formats: Formats | None = None,
+    propagate: bool = True,
 ) -> None:
     """Write `layer-N.safetensors` for every layer, with what `Layers` reads, into `scratch`.
 
-    `batches` are ids [documents, tokens]; `input_scale` gives a module's, None leaves activations.
+    `batches` are ids [documents, tokens]; `input_scale` gives that of a module whose inputs an
+    engine quantizes, or None. `groups` are those to round, to NVFP4 or what `formats` says.
     """
+    formats = formats or {}
     by_module = {matrix.module: group for group in groups for matrix in group}
     every = [matrix for group in by_module.values() for matrix in group]
     places = taps.points(runner.skeleton, dict.fromkeys(every))
-    scales = {}
-    if input_scale is not None:
-        scales = {p: input_scale(held[0].module).to(device_kind()) for p, held in places.items()}
-    work = Work(runner, places, by_module, Flow(scales), scratch)
-    taps.attach(runner.skeleton.model, places, work.flow)
+    flow = Flow(_quantizer(places, input_scale, formats))
+    flow.keeps_experts = not propagate
+    layers = runner.skeleton.prefix
+    work = Work(Views.of(runner), places, by_module, formats, flow, layers, scratch)
+    taps.attach(runner.skeleton.model, places, flow)
 
     def forward(batch: Tensor) -> Callable[[], None]:
         def run() -> None:
@@ -136,8 +192,19 @@ def compensate(
         _round_layer(work, layer, runs[: len(batches)], runs[len(batches) :])
         progress(layer + 1, len(runner.skeleton.layers))
 
-    passes = [forward(batch) for batch in (*batches, *batches)]
+    passes = [forward(batch) for batch in batches] * (2 if propagate else 1)
     visit_layers(runner.skeleton, runner.read, passes, visit)
+
+
+def _quantizer(
+    places: Mapping[Point, Sequence[Matrix]],
+    input_scale: Callable[[str], Tensor | None],
+    formats: Formats,
+) -> InputQuantizer | None:
+    found = {point: input_scale(held[0].module) for point, held in places.items()}
+    scales = {point: scale for point, scale in found.items() if scale is not None}
+    coarse = {p for p in scales if formats.get(places[p][0].module) == "fp8"}
+    return InputQuantizer(scales, coarse) if scales else None
 
 
 def _round_layer(
@@ -145,130 +212,162 @@ def _round_layer(
 ) -> None:
     flow, file = work.flow, work.file(layer)
     flow.quantized = False
-    for run in wanted:
+    for flow.number, run in enumerate(wanted):
         run.go_on()
     unquantized, steps = flow.take(), flow.take_steps(work.points(layer))
+    if not quantized:
+        if not file.exists():
+            _round_steps(work, steps, unquantized, file)
+        return
     flow.quantized, done = True, file.exists()
-    tensors = load_file(file) if done else {}
-    notes: dict[str, Any] = {}
+    result = Layer(load_file(file)) if done else Layer()
     for step in steps:
         if not done:
-            experts = step[0].expert is not None
-            flow.watched = frozenset(step if experts else step[:1])
-            for run in quantized:
+            flow.watched = frozenset(step if step[0].expert is not None else step[:1])
+            for flow.number, run in enumerate(quantized):
                 run.try_out()
-            seen = flow.take()
-            if experts:
-                _round_experts(work, step, seen, tensors, notes)
-            else:
-                _round_dense(work, step, seen[step[0]], unquantized[step[0]], tensors, notes)
+            _round_step(work, step, flow.take(), unquantized, result)
         for point in step:
             for matrix in work.places[point]:
-                stored = nvfp4.dequantize(*(tensors[f"{matrix.module}.{p}"] for p in PARTS))
-                _view(work, point, matrix).copy_(stored)
+                work.view(point, matrix).copy_(result.values(matrix.module))
     if not done:
-        save_layer(file, tensors, notes)
+        save_layer(file, result.tensors, result.notes)
     flow.watched = frozenset()
     for run in quantized:
         run.go_on()
 
 
-def _round_dense(
+def _round_steps(
+    work: Work,
+    steps: Iterable[Sequence[Point]],
+    unquantized: Mapping[Point, Seen],
+    file: Path,
+) -> None:
+    """Round a layer for the inputs of the unquantized model, as an engine quantizes them."""
+    result = Layer()
+    for step in steps:
+        came = {
+            point: {n: work.flow.as_served(point, x) for n, x in unquantized[point].items()}
+            for point in step
+            if point in unquantized
+        }
+        _round_step(work, step, came, came, result)
+    save_layer(file, result.tensors, result.notes)
+
+
+def _round_step(
     work: Work,
     step: Sequence[Point],
-    seen: Sequence[Tensor],
-    wanted: Sequence[Tensor],
-    tensors: dict[str, Tensor],
-    notes: dict[str, Any],
+    seen: Mapping[Point, Seen],
+    wanted: Mapping[Point, Seen],
+    result: Layer,
 ) -> None:
-    """Round matrices that read one input; every fourth pass judges how far they are moved."""
+    if step[0].expert is None:
+        _round_dense(work, step, seen[step[0]], wanted[step[0]], result)
+    else:
+        _round_experts(work, step, seen, result)
+
+
+def _round_dense(
+    work: Work, step: Sequence[Point], seen: Seen, wanted: Seen, result: Layer
+) -> None:
+    """Round matrices that read one input, moved towards the wanted outputs."""
     fitted, judges = (
-        Inputs.of(torch.cat(x), torch.cat(y))
-        for x, y in zip(_parted(seen), _parted(wanted), strict=True)
+        Inputs.of(torch.cat([seen[n] for n in part]), torch.cat([wanted[n] for n in part]))
+        for part in _parted(seen)
     )
-    hessian = (fitted + judges).hessian
-    moved = {}
+    moved, shares = {}, {}
     for point in step:
         for matrix in work.places[point]:
-            weight = _view(work, point, matrix).float()
-            moved[matrix.module], share = corrected(weight, fitted, judges)
-            notes[matrix.module] = {"correction": round(share, 4)}
-    _round(work, moved, dict.fromkeys(moved, hessian), tensors, notes)
+            weight = work.view(point, matrix).float()
+            moved[matrix.module], shares[matrix.module] = corrected(weight, fitted, judges)
+    for group in {id(work.groups[m]): work.groups[m] for m in moved}.values():
+        stacked = torch.cat([moved[matrix.module] for matrix in group])[None]
+        grid = work.grid(stacked, group[0].module)
+        found = rounded(stacked, fitted.hessian[None], judges.hessian[None], grid)
+        parts, first = grid.pack(found.values, found.steps, 0), 0
+        for matrix in group:
+            rows = slice(first, first := first + matrix.shape[0])
+            module = matrix.module
+            notes = {"correction": round(shares[module], 4), "damping": float(found.dampings)}
+            result.add(module, _rows(parts, rows), moved[module], **notes)
 
 
-def _parted(parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _rows(parts: Packed, rows: slice) -> Packed:
+    return {name: part[rows] if part.ndim else part for name, part in parts.items()}
+
+
+def _parted(seen: Iterable[int]) -> tuple[list[int], list[int]]:
     """Return the passes to fit on, and those that judge; both are all where there is one."""
-    fitted = [part for n, part in enumerate(parts) if n % 4]
-    judges = [part for n, part in enumerate(parts) if not n % 4]
-    return fitted or list(parts), judges
+    every = sorted(seen)
+    fitted = [n for at, n in enumerate(every) if at % JUDGE]
+    return fitted or every, [n for at, n in enumerate(every) if not at % JUDGE]
 
 
 def _round_experts(
-    work: Work,
-    step: Sequence[Point],
-    seen: Mapping[Point, Sequence[Tensor]],
-    tensors: dict[str, Tensor],
-    notes: dict[str, Any],
+    work: Work, step: Sequence[Point], seen: Mapping[Point, Seen], result: Layer
 ) -> None:
     """Round a layer's experts, where they are: routing may send them other tokens than before.
 
     An expert's H is shrunk towards the layer's mean by its tokens; that mean stands for one unseen.
     """
-    inputs = {point: torch.cat(list(parts)) for point, parts in seen.items()}
-    own = {point: x.T @ x for point, x in inputs.items()}
-    width = work.places[step[0]][0].shape[1]
-    tokens = sum(map(len, inputs.values()))
-    whole = sum(own.values(), torch.zeros(width, width, device=device_kind()))
-    mean = whole / tokens if tokens else torch.eye(width, device=device_kind())
-    weights, hessians = {}, {}
+    by_shape: dict[tuple[int, int], list[tuple[Point, Group]]] = defaultdict(list)
     for point in step:
-        for matrix in work.places[point]:
-            weights[matrix.module] = _view(work, point, matrix).float()
-            hessians[matrix.module] = own.get(point, 0) + SHRINKAGE_TOKENS * mean
-            notes[matrix.module] = {"correction": 0.0}
-    _round(work, weights, hessians, tensors, notes)
+        held = {id(work.groups[m.module]): work.groups[m.module] for m in work.places[point]}
+        for group in held.values():
+            shape = (sum(matrix.shape[0] for matrix in group), group[0].shape[1])
+            by_shape[shape].append((point, group))
+    passes = sorted({n for parts in seen.values() for n in parts})
+    parts = [frozenset(part) for part in _parted(passes)]
+    for (height, width), members in by_shape.items():
+        means = [_mean_gram(seen.values(), part, width) for part in parts]
+        size = max(1, BATCH_WEIGHTS // max(width * width, height * width))
+        for first in range(0, len(members), size):
+            _round_batch(work, members[first : first + size], seen, parts, means, result)
 
 
-def _round(
+def _mean_gram(seen: Iterable[Seen], passes: frozenset[int], width: int) -> Tensor:
+    """Return X̂ᵀX̂ a token of all experts together, f32 [in, in]; the identity without tokens."""
+    total, tokens = torch.zeros(width, width, device=device_kind()), 0
+    for rows in (rows for parts in seen for n, rows in parts.items() if n in passes):
+        total += rows.T @ rows
+        tokens += len(rows)
+    return total / tokens if tokens else torch.eye(width, device=device_kind())
+
+
+def _round_batch(
     work: Work,
-    weights: Mapping[str, Tensor],
-    hessians: Mapping[str, Tensor],
-    tensors: dict[str, Tensor],
-    notes: dict[str, Any],
+    members: Sequence[tuple[Point, Group]],
+    seen: Mapping[Point, Seen],
+    parts: Sequence[frozenset[int]],
+    means: Sequence[Tensor],
+    result: Layer,
 ) -> None:
-    """Add the packed matrices to `tensors`; those that share a scale and an H go as one."""
-    for group in {id(work.groups[m]): work.groups[m] for m in weights}.values():
-        modules = [matrix.module for matrix in group]
-        stacked = torch.cat([weights[module] for module in modules])
-        scale_2 = shared_scale(stacked)
-        codes, scale = gptq(stacked, hessians[modules[0]], scale_2)
-        heights = [len(weights[module]) for module in modules]
-        split = (torch.split(codes, heights), torch.split(scale, heights))
-        for module, code, scales in zip(modules, *split, strict=True):
-            stored = nvfp4.dequantize(code, scales, scale_2)
-            norm, error = float(weights[module].norm()), float((stored - weights[module]).norm())
-            notes[module]["relative_error"] = round(error / norm, 6) if norm else 0.0
-            parts = zip(PARTS, (code, scales, scale_2), strict=True)
-            tensors |= {f"{module}.{name}": part.cpu().clone() for name, part in parts}
+    """Round experts of one shape, each for its own tokens."""
+    weights = torch.stack([_stacked(work, *member) for member in members])
+    pulls = (SHRINKAGE_TOKENS, JUDGING_TOKENS)
+    fitted, judges = (
+        torch.stack([_gram(seen.get(point, {}), part, pull * mean) for point, _ in members])
+        for part, mean, pull in zip(parts, means, pulls, strict=True)
+    )
+    grid = work.grid(weights, members[0][1][0].module)
+    found = rounded(weights, fitted, judges, grid)
+    for at, (point, group) in enumerate(members):
+        packed, first = grid.pack(found.values, found.steps, at), 0
+        notes = {
+            "correction": 0.0,
+            "damping": float(found.dampings[at]),
+            "tokens": sum(len(rows) for rows in seen.get(point, {}).values()),
+        }
+        for matrix in group:
+            rows = slice(first, first := first + matrix.shape[0])
+            result.add(matrix.module, _rows(packed, rows), weights[at, rows], **notes)
 
 
-def _view(work: Work, point: Point, matrix: Matrix) -> Tensor:
-    """Return the part of the model's parameter that is a matrix, [out, in].
+def _stacked(work: Work, point: Point, group: Group) -> Tensor:
+    return torch.cat([work.view(point, matrix).float() for matrix in group])
 
-    Projections that the model stacks, and the source does not, follow each other in an order that
-    one expert of a layer tells.
-    """
-    whole: Tensor = work.runner.skeleton.model.get_parameter(point.parameter).data
-    one = whole if point.expert is None else whole[point.expert]
-    if one.shape == matrix.shape:
-        return one
-    if matrix.expert is not None:
-        return (one.T if matrix.transposed else one)[matrix.outputs]
-    stacked = one if one.shape[1] == matrix.shape[1] else one.T
-    place = (point.parameter, matrix.module.rpartition(".")[2])
-    if place not in work.offsets:
-        source = work.runner.read(matrix.tensor)[0].to(stacked)
-        starts = range(0, len(stacked), matrix.shape[0])
-        work.offsets[place] = next(i for i in starts if torch.equal(stacked[i], source))
-    first = work.offsets[place]
-    return stacked[first : first + matrix.shape[0]]
+
+def _gram(seen: Seen, passes: frozenset[int], prior: Tensor) -> Tensor:
+    """Return X̂ᵀX̂ f32 [in, in] of the tokens of some passes, plus a prior."""
+    return sum((rows.T @ rows for n, rows in seen.items() if n in passes), prior)

@@ -40,7 +40,7 @@ def decode(weight: Weight, read: Read, matrix: int, first: int, count: int) -> T
     top, bottom = first // tall, -(-(first + count) // tall)
     scales = as_float(read(scale, weight.matrices * grid, matrix * grid + top, bottom - top))
     if weight.scheme == "nvfp4":
-        scales = scales * read(weight.parts["scale_2"], 1, 0, 1)
+        scales = scales * _tensor_scale(weight, read)
     if tall > 1:
         scales = scales.repeat_interleave(tall, 0)[first - top * tall :][:count]
     whole = weight.columns // wide * wide
@@ -50,6 +50,13 @@ def decode(weight: Weight, read: Read, matrix: int, first: int, count: int) -> T
         check_finite(scale, scales)
         check_finite(codes, values)
     return values
+
+
+def _tensor_scale(weight: Weight, read: Read) -> Tensor:
+    """Return NVFP4's scale per tensor, f32 [1, 1], of either layout."""
+    if "scale_2" in weight.parts:
+        return read(weight.parts["scale_2"], 1, 0, 1)
+    return read(weight.parts["global_scale"], 1, 0, 1).reciprocal()
 
 
 def as_float(scales: Tensor) -> Tensor:

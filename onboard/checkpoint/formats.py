@@ -10,6 +10,8 @@ A quantized source stores a weight as codes and scales, under names that its for
     MXFP4, Kimi K3            X.weight_packed, X.weight_scale
     MXFP4, DeepSeek V4        X.weight, X.scale
     NVFP4, ModelOpt           X.weight, X.weight_scale, X.weight_scale_2, X.input_scale
+    NVFP4, compressed-tensors X.weight_packed, X.weight_scale, and the reciprocals of the last two:
+                              X.weight_global_scale, X.input_global_scale
 
 What follows is decided from the headers alone, and needs no torch. Read from DeepSeek's inference
 code, compressed-tensors 0.17, transformers 5.24 and vLLM 0.32.
@@ -174,10 +176,12 @@ def _parts(codes: Header, headers: Mapping[str, Header]) -> Parts | None:
     endings = {
         "scale": (f"{name}_scale_inv", f"{name}_scale", f"{name}_scales", f"{module}.scale"),
         "scale_2": (f"{name}_scale_2",),
+        "global_scale": (f"{name}_global_scale",),
         "shape": (f"{name}_shape",),
         "zero_point": (f"{name}_zero_point",),
         "g_idx": (f"{name}_g_idx",),
         "input_scale": (f"{module}.input_scale", f"{module}.activation_scale"),
+        "input_global_scale": (f"{module}.input_global_scale",),
     }
     parts = {"weight": codes}
     for part, names in endings.items():
@@ -219,7 +223,7 @@ def _coded(parts: Parts, table: Mapping[str, Any]) -> Weight:
         return _fp8(parts, table)
     if codes.dtype == "I32":
         return _int4(parts, table)
-    return _nvfp4(parts) if "scale_2" in parts else _mxfp4(parts)
+    return _nvfp4(parts) if {"scale_2", "global_scale"} & parts.keys() else _mxfp4(parts)
 
 
 def _fp8(parts: Parts, table: Mapping[str, Any]) -> Weight:
@@ -295,7 +299,7 @@ def _nvfp4(parts: Parts) -> Weight:
     *rows, half = codes.shape
     if scale.shape != (*rows, 2 * half // NVFP4_BLOCK):
         raise _wrong(scale, f"a scale per {NVFP4_BLOCK} of {[*rows, 2 * half]}", codes)
-    return Weight(codes.name, (*rows, 2 * half), "nvfp4", parts, (1, NVFP4_BLOCK))
+    return Weight(_logical(codes.name), (*rows, 2 * half), "nvfp4", parts, (1, NVFP4_BLOCK))
 
 
 def _check_dtype(parts: Parts, allowed: Collection[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from onboard.checkpoint import nvfp4, taps
+from onboard.checkpoint import fp8, nvfp4, taps
+from onboard.checkpoint.cache import Fp8Cache, Passing, fp8_cache
 from onboard.checkpoint.matrices import Matrix, scale_groups
 from onboard.checkpoint.reader import Reader
 from onboard.checkpoint.skeleton import Skeleton
@@ -25,6 +26,7 @@ MEMORY_SHARE = 0.6  # of the device's memory that a model may take; activations 
 _quantize_activations: ContextVar[bool] = ContextVar("quantize activations", default=True)
 
 Adaptation = Mapping[str, Any]
+Key = tuple[bool, float]  # whether it is FP8, and the scale
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,21 @@ class Runner:
     read: Callable[[str], Tensor]
     resident: bool
     quantizes_inputs: bool = False
+    cache: Fp8Cache | None = None  # what engines keep keys and values in, where that is FP8
 
     @property
     def model(self) -> Any:
         """What takes token ids and gives logits."""
         return self.skeleton.text
+
+    @property
+    def weights_alone(self) -> bool:
+        """Whether nothing but the weights differs from full precision."""
+        return not self.quantizes_inputs and self.cache is None
+
+    def fresh_cache(self) -> Passing | None:
+        """Return what one forward pass is to use as its cache; None for none."""
+        return None if self.cache is None else self.cache.fresh(self.model.config)
 
     def run(
         self,
@@ -68,11 +80,17 @@ def open_candidate(
     """Open the written checkpoint as an engine computes it.
 
     Weights are dequantized from the file. The input of every matrix that has an `input_scale` is
-    quantized and dequantized as a W4A4 kernel does, but inside `full_precision_activations`.
+    quantized and dequantized as a W4A4 kernel does (W8A8 where the weight is FP8), but inside
+    `full_precision_activations`. An FP8 KV cache takes part in the passes that are given the
+    runner's `fresh_cache`.
     """
     candidate = Candidate(checkpoint, adaptation)
     runner = _open(candidate.skeleton(dtype), candidate.weight, resident)
-    return replace(runner, quantizes_inputs=candidate.quantize_inputs(runner.skeleton))
+    return replace(
+        runner,
+        quantizes_inputs=candidate.quantize_inputs(runner.skeleton),
+        cache=fp8_cache(candidate.reader, runner.skeleton),
+    )
 
 
 def load_reference(root: Path, dtype: torch.dtype) -> Any:
@@ -110,13 +128,10 @@ class Candidate:
 
     def weight(self, name: str) -> Tensor:
         """Return a source tensor as the written files hold it."""
-        matrices = self.matrices.get(name)
-        if matrices is None:
+        if name in self.reader.weights or name not in self.matrices:
             return self.reader.weight(name)
-        if matrices[0].expert is None:
-            return self.reader.weight(f"{matrices[0].module}.weight")
         whole = torch.empty(self.tensors[name]["shape"])
-        for matrix in matrices:
+        for matrix in self.matrices[name]:
             assert matrix.expert is not None
             one = whole[matrix.expert].T if matrix.transposed else whole[matrix.expert]
             one[matrix.outputs] = self.reader.weight(f"{matrix.module}.weight")
@@ -127,25 +142,35 @@ class Candidate:
         scales = self.reader.input_scales()
         every = [m for matrices in self.matrices.values() for m in matrices if m.module in scales]
         places = taps.points(skeleton, every)
-        quantizer = InputQuantizer({p: scales[m[0].module] for p, m in places.items()})
+        quantizer = InputQuantizer(
+            {point: scales[entered[0].module] for point, entered in places.items()},
+            fp8={p for p, m in places.items() if self.reader.scheme(m[0].module) != "nvfp4"},
+        )
         taps.attach(skeleton.model, places, quantizer)
         return bool(places)
 
 
 class InputQuantizer:
-    """Quantizes what enters a matrix; q/k/v and gate/up read one tensor, which is done once."""
+    """Quantizes what enters a matrix; q/k/v and gate/up read one tensor, which is done once.
 
-    def __init__(self, scales: Mapping[taps.Point, Tensor]) -> None:
+    It becomes NVFP4, but E4M3 at the places in `fp8`.
+    """
+
+    def __init__(
+        self, scales: Mapping[taps.Point, Tensor], fp8: Collection[taps.Point] = ()
+    ) -> None:
+        self.fp8 = frozenset(fp8)
         self.scales = {point: scale.to(device_kind()) for point, scale in scales.items()}
         self.values = {point: scale.item() for point, scale in scales.items()}
-        self.last: tuple[Tensor, float, Tensor] | None = None  # input, scale, result
+        self.last: tuple[Tensor, Key, Tensor] | None = None  # input, how, result
 
     def __call__(self, point: taps.Point, x: Tensor) -> Tensor | None:
         if not _quantize_activations.get():
             return None
-        value = self.values[point]
-        if self.last is None or self.last[0] is not x or self.last[1] != value:
-            self.last = (x, value, nvfp4.quantize_dequantize(x, self.scales[point]))
+        key = (point in self.fp8, self.values[point])
+        if self.last is None or self.last[0] is not x or self.last[1] != key:
+            rounded = (fp8 if key[0] else nvfp4).quantize_dequantize(x, self.scales[point])
+            self.last = (x, key, rounded)
         return self.last[2]
 
 

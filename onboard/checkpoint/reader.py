@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onboard.checkpoint import formats
 from onboard.checkpoint.decode import check_shape, decode
-from onboard.checkpoint.formats import Weight
+from onboard.checkpoint.formats import Scheme, Weight
 from onboard.checkpoint.headers import Header, contained, read_headers
 from onboard.checkpoint.writer import FLOATS, check_finite
 from onboard.errors import InputError
@@ -123,13 +123,27 @@ class Reader:
         check_finite(weight.parts["scale"], 6 * exponents.view(torch.float8_e8m0fnu).float())
         return codes.contiguous(), exponents.contiguous()
 
+    def scheme(self, module: str) -> Scheme | None:
+        """Return how a module's weight is stored; None where it is not there."""
+        weight = self.weights.get(f"{module}.weight")
+        return weight.scheme if weight else None
+
     def is_nvfp4(self, module: str) -> bool:
-        return f"{module}.weight_scale_2" in self.headers
+        return self.scheme(module) == "nvfp4"
 
     def input_scales(self) -> dict[str, Tensor]:
-        """Return module -> `input_scale` f32 [] for every module quantized with one."""
-        ending = ".input_scale"
-        return {n.removesuffix(ending): self.tensor(n) for n in self.headers if n.endswith(ending)}
+        """Return module -> `input_scale` f32 [] for every module quantized with one.
+
+        It is NVFP4's or FP8's, as the module's `scheme` says.
+        """
+        scales = {}
+        for name in self.headers:
+            module, _, part = name.rpartition(".")
+            if part == "input_scale":
+                scales[module] = self.tensor(name).reshape(())
+            elif part == "input_global_scale":
+                scales[module] = self.tensor(name).reshape(()).reciprocal()
+        return scales
 
     def _weight(self, name: str) -> Weight:
         if name not in self.weights:

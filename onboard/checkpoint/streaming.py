@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from onboard.checkpoint.skeleton import Skeleton
 
@@ -51,15 +54,25 @@ def visit_layers(
 
     It must make every one of them go on, and may send them through the layer for trial before.
     """
-    inside, layers = skeleton.inside_layers(), skeleton.layers
+    inside = skeleton.inside_layers()
 
-    def loaded(layer: int, runs: Sequence[Pass[T]]) -> None:
-        skeleton.load({name: read(name) for name in inside[layer]})
-        skeleton.finish(layers[layer], f"{skeleton.prefix}.{layer}.")
-        visit(layer, runs)
-        skeleton.drop(layers[layer])
+    def visit_loaded(layer: int, runs: Sequence[Pass[T]]) -> None:
+        with loaded(skeleton, read, layer, inside[layer]):
+            visit(layer, runs)
 
-    return in_lock_step(layers, loaded, passes)
+    return in_lock_step(skeleton.layers, visit_loaded, passes)
+
+
+@contextlib.contextmanager
+def loaded(
+    skeleton: Skeleton, read: Callable[[str], Tensor], layer: int, names: Iterable[str]
+) -> Iterator[None]:
+    """Have one layer in memory for a while; `names` are its source tensors."""
+    module = skeleton.layers[layer]
+    skeleton.load({name: read(name) for name in names})
+    skeleton.finish(module, f"{skeleton.prefix}.{layer}.")
+    yield
+    skeleton.drop(module)
 
 
 def in_lock_step(
@@ -143,3 +156,101 @@ class Pass(threading.Thread, Generic[T]):
         self._stopped.acquire()
         if self.error is not None:
             raise self.error
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a layer: what it got, and leaves that stand for the tensors it gave.
+
+    `inputs` are those of its arguments that depend on what was given before.
+    """
+
+    layer: int
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+class Tape:
+    """A forward pass on which gradients can go back, a layer at a time.
+
+    Of a layer only the arguments are kept; what lies between layers is kept as a graph.
+    `gradients` are of the outputs of calls still on the tape, [draws, ...] by call and output.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.gradients: dict[tuple[int, int], Tensor] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what this thread sends through `taped` layers."""
+        token = _tape.set(self)
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+        _tape.reset(token)
+
+    def run(self, layer: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with torch.no_grad():
+            output = forward(*args, **kwargs)
+        given = floats(output)
+        leaves = [tensor.detach().requires_grad_() for tensor in given]
+        inputs = [tensor for tensor in floats((args, kwargs)) if tensor.requires_grad]
+        self.calls.append(Call(layer, (args, kwargs), inputs, leaves))
+        return exchanged(output, given, leaves)
+
+    def hand_back(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Add what gradients [draws, ...] of `tensors` mean for the calls on the tape."""
+        places = [(n, i) for n, call in enumerate(self.calls) for i in range(len(call.outputs))]
+        leaves = [self.calls[n].outputs[i] for n, i in places]
+        for draw in range(len(gradients[0]) if leaves else 0):
+            parts = [gradient[draw] for gradient in gradients]
+            found = torch.autograd.grad(
+                tensors, leaves, parts, retain_graph=True, allow_unused=True
+            )
+            for place, leaf, part in zip(places, leaves, found, strict=True):
+                if part is not None:
+                    empty = leaf.detach().new_zeros(len(gradients[0]), *leaf.shape)
+                    self.gradients.setdefault(place, empty)[draw] += part
+
+    def pop(self) -> tuple[Call, list[Tensor | None]]:
+        """Take the last call off, with the gradients of its outputs."""
+        call, number = self.calls.pop(), len(self.calls)
+        return call, [self.gradients.pop((number, i), None) for i in range(len(call.outputs))]
+
+
+_tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
+
+
+@contextlib.contextmanager
+def taped(layers: nn.ModuleList) -> Iterator[None]:
+    """Let each layer's runs go onto the tape that is recording in their thread."""
+
+    def recorded(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tape = _tape.get()
+            assert tape is not None
+            return tape.run(number, forward, args, kwargs)
+
+        return run
+
+    forwards = [layer.forward for layer in layers]
+    for number, layer in enumerate(layers):
+        layer.forward = recorded(number, layer.forward)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            layer.forward = forward
+
+
+def floats(tree: Any) -> list[Tensor]:
+    """Return the floating-point tensors in nested arguments or results, in order."""
+    leaves = pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def exchanged(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
+    """Return nested arguments or results with some tensors replaced."""
+    by_id: Mapping[int, Tensor] = dict(zip(map(id, old), new, strict=True))
+    return pytree.tree_map(lambda leaf: by_id.get(id(leaf), leaf), tree)

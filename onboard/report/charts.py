@@ -1,7 +1,6 @@
 """Charts as SVG strings: pure functions, no scripts, no inline styles, colours by CSS class.
 
-Every chart carries its title as `<title>` and `aria-label`; labels are escaped. Coordinates are
-in units of the viewBox, which the page scales to the width of the column.
+Every chart carries its title as `<title>` and `aria-label`; labels are escaped.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from onboard.report.formats import number
+from onboard.report.svg import WIDTH, line, rect, spread, svg, text, ticks
 
-WIDTH = 936.0
 LABELS, NOTES = 130.0, 190.0  # room left and right of horizontal rows
 
 
@@ -27,6 +26,7 @@ class Interval:
     lo: float
     hi: float
     note: str = ""
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,30 @@ def histogram(
     body = []
     for lo, hi, count in zip(log10_edges, log10_edges[1:], counts, strict=False):
         height = count / peak * (bottom - top)
-        body.append(_rect(x(lo) + 0.5, bottom - height, max(x(hi) - x(lo) - 1, 0.5), height, "bar"))
-    body.append(_line(left, bottom, right, bottom, "axis"))
+        body.append(rect(x(lo) + 0.5, bottom - height, max(x(hi) - x(lo) - 1, 0.5), height, "bar"))
+    body.append(line(left, bottom, right, bottom, "axis"))
     for exponent in range(math.ceil(first), math.floor(last) + 1):
-        body.append(_line(x(exponent), bottom, x(exponent), bottom + 5, "axis"))
-        body.append(_text(x(exponent), bottom + 19, _power(exponent), "tick", "middle"))
+        body.append(line(x(exponent), bottom, x(exponent), bottom + 5, "axis"))
+        body.append(text(x(exponent), bottom + 19, _power(exponent), "tick", "middle"))
     body += _marks([(m, x(math.log10(v))) for m, v in marks if v > 0], left, right, bottom)
-    return _svg(title, bottom + 28, body)
+    return svg(title, bottom + 28, body)
 
 
 def intervals(
-    rows: Sequence[Interval], title: str, limit: float | None = None, least: float = 0.0
+    rows: Sequence[Interval],
+    title: str,
+    limit: float | None = None,
+    least: float = 0.0,
+    limit_label: str = "limit",
+    notes: float = NOTES,
 ) -> Markup:
     """Draw one row per value: a dot, its interval, the figure; a dashed line at `limit`.
 
-    The axis begins at `least`.
+    The axis begins at `least`; `notes` is the room for figures and notes.
     """
     if not rows:
         return Markup("")
-    left, right, top, step = LABELS, WIDTH - NOTES, 14.0 if limit is None else 26.0, 24.0
+    left, right, top, step = LABELS, WIDTH - notes, 14.0 if limit is None else 26.0, 24.0
     most = max([row.hi for row in rows] + ([limit] if limit else []))
     most = most if most > least else least + 1
     bottom = top + step * len(rows)
@@ -84,25 +89,27 @@ def intervals(
     def x(value: float) -> float:
         return left + (max(value, least) - least) / ((most - least) * 1.05) * (right - left)
 
-    body = [_line(left, bottom, right, bottom, "axis")]
-    for tick in _ticks(most, least):
-        body.append(_line(x(tick), top - 4, x(tick), bottom, "grid"))
-        body.append(_text(x(tick), bottom + 16, f"{tick:g}", "tick", "middle"))
+    body = [line(left, bottom, right, bottom, "axis")]
+    for tick in ticks(most, least):
+        body.append(line(x(tick), top - 4, x(tick), bottom, "grid"))
+        body.append(text(x(tick), bottom + 16, f"{tick:g}", "tick", "middle"))
     for i, row in enumerate(rows):
         y = top + step * (i + 0.5)
+        dot = "dot chosen" if row.chosen else "dot"
         body += [
-            _text(0, y + 4, row.label, "label", "start"),
-            _line(x(row.lo), y, x(row.hi), y, "whisker"),
-            _line(x(row.lo), y - 5, x(row.lo), y + 5, "whisker"),
-            _line(x(row.hi), y - 5, x(row.hi), y + 5, "whisker"),
-            f'<circle class="dot" cx="{x(row.value):.1f}" cy="{y:.1f}" r="4"/>',
-            _text(right + 14, y + 4, number(row.value), "figure", "start"),
-            _text(WIDTH - 4, y + 4, row.note, "tick", "end"),
+            text(0, y + 4, row.label, "chosen" if row.chosen else "label", "start"),
+            line(x(row.lo), y, x(row.hi), y, "whisker"),
+            line(x(row.lo), y - 5, x(row.lo), y + 5, "whisker"),
+            line(x(row.hi), y - 5, x(row.hi), y + 5, "whisker"),
+            f'<circle class="{dot}" cx="{x(row.value):.1f}" cy="{y:.1f}" r="4"/>',
+            text(right + 14, y + 4, number(row.value), "figure", "start"),
+            text(WIDTH - 4, y + 4, row.note, "tick", "end"),
         ]
     if limit is not None:
-        body.append(_line(x(limit), top - 8, x(limit), bottom, "limit"))
-        body.append(_text(x(limit), top - 12, f"limit {number(limit)}", "limit-label", "middle"))
-    return _svg(title, bottom + 26, body)
+        body.append(line(x(limit), top - 8, x(limit), bottom, "limit"))
+        words = f"{limit_label} {number(limit)}"
+        body.append(text(x(limit), top - 12, words, "limit-label", "middle"))
+    return svg(title, bottom + 26, body)
 
 
 def columns(rows: Sequence[Bar], title: str, most: float | None = None) -> Markup:
@@ -112,19 +119,19 @@ def columns(rows: Sequence[Bar], title: str, most: float | None = None) -> Marku
     width, top, bottom = 400.0, 24.0, 138.0
     most = most or max(row.value for row in rows) or 1.0
     step = width / len(rows)
-    body = [_line(0, bottom, width, bottom, "axis")]
+    body = [line(0, bottom, width, bottom, "axis")]
     for i, row in enumerate(rows):
         height = min(row.value / most, 1.0) * (bottom - top)
         thick = min(step * 0.62, 64)
         middle = step * (i + 0.5)
         body += [
-            _rect(middle - thick / 2, bottom - height, thick, height, "bar"),
-            _text(middle, bottom - height - 6, number(row.value), "figure", "middle"),
-            _text(middle, bottom + 17, row.label, "label", "middle"),
-            _text(middle, bottom + 33, row.note, "tick", "middle"),
+            rect(middle - thick / 2, bottom - height, thick, height, "bar"),
+            text(middle, bottom - height - 6, number(row.value), "figure", "middle"),
+            text(middle, bottom + 17, row.label, "label", "middle"),
+            text(middle, bottom + 33, row.note, "tick", "middle"),
         ]
     noted = any(row.note for row in rows)
-    return _svg(title, bottom + (40 if noted else 24), body, width=width)
+    return svg(title, bottom + (40 if noted else 24), body, width=width)
 
 
 def shares(rows: Sequence[Bar], title: str) -> Markup:
@@ -137,13 +144,13 @@ def shares(rows: Sequence[Bar], title: str) -> Markup:
         y = 6 + step * i
         length = max(0.0, min(row.value, 1.0)) * (right - left)
         body += [
-            _text(0, y + 14, row.label, "label", "start"),
-            _rect(left, y + 3, right - left, 14, "track"),
-            _rect(left, y + 3, length, 14, "bar"),
-            _text(right + 14, y + 14, f"{row.value * 100:.1f}%", "figure", "start"),
-            _text(WIDTH - 4, y + 14, row.note, "tick", "end"),
+            text(0, y + 14, row.label, "label", "start"),
+            rect(left, y + 3, right - left, 14, "track"),
+            rect(left, y + 3, length, 14, "bar"),
+            text(right + 14, y + 14, f"{row.value * 100:.1f}%", "figure", "start"),
+            text(WIDTH - 4, y + 14, row.note, "tick", "end"),
         ]
-    return _svg(title, 8 + step * len(rows), body)
+    return svg(title, 8 + step * len(rows), body)
 
 
 def lines(
@@ -164,51 +171,24 @@ def lines(
             bottom - max(y, 0) / (most * 1.05) * (bottom - top),
         )
 
-    body = [_line(left, bottom, right, bottom, "axis")]
-    for tick in _ticks(most):
+    body = [line(left, bottom, right, bottom, "axis")]
+    for tick in ticks(most):
         y = at(min(xs), tick)[1]
         body += [
-            _line(left, y, right, y, "grid"),
-            _text(left - 6, y + 4, f"{tick:g}", "tick", "end"),
+            line(left, y, right, y, "grid"),
+            text(left - 6, y + 4, f"{tick:g}", "tick", "end"),
         ]
     body += [
-        _text(left, bottom + 17, number(min(xs)), "tick", "start"),
-        _text(right, bottom + 17, f"{x_label} {number(max(xs))}", "tick", "end"),
+        text(left, bottom + 17, number(min(xs)), "tick", "start"),
+        text(right, bottom + 17, f"{x_label} {number(max(xs))}", "tick", "end"),
     ]
-    ends = _spread([at(*points[-1])[1] for _, points in drawn], 14)
+    ends = spread([at(*points[-1])[1] for _, points in drawn], 14)
     for i, ((name, points), end) in enumerate(zip(drawn, ends, strict=True)):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in points))
         body.append(f'<polyline class="series s{i}" points="{path}"/>')
         label = f"{name} {number(points[-1][1])}"
-        body.append(_text(right + 6, end + 4, label, f"label t{i}", "start"))
-    return _svg(title, bottom + 26, body, width=width)
-
-
-def _svg(title: str, height: float, body: Sequence[str], width: float = WIDTH) -> Markup:
-    label = escape(title)
-    return Markup(
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{label}" '
-        f'class="chart"><title>{label}</title>{"".join(body)}</svg>'
-    )
-
-
-def _rect(x: float, y: float, width: float, height: float, css: str) -> str:
-    return (
-        f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" '
-        f'width="{max(width, 0):.1f}" height="{max(height, 0):.1f}"/>'
-    )
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
-    return f'<line class="{css}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
-
-
-def _text(x: float, y: float, text: str, css: str, anchor: str) -> str:
-    if not text:
-        return ""
-    return (
-        f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-    )
+        body.append(text(right + 6, end + 4, label, f"label t{i}", "start"))
+    return svg(title, bottom + 26, body, width=width)
 
 
 def _marks(
@@ -220,28 +200,9 @@ def _marks(
             continue
         y = 10.0 + 14 * (row % 3)
         anchor = "end" if x > WIDTH - 90 else "start"
-        body.append(_line(x, y - 8, x, bottom, "mark"))
-        body.append(_text(x + (4 if anchor == "start" else -4), y, label, "mark-label", anchor))
+        body.append(line(x, y - 8, x, bottom, "mark"))
+        body.append(text(x + (4 if anchor == "start" else -4), y, label, "mark-label", anchor))
     return body
-
-
-def _ticks(most: float, least: float = 0.0) -> list[float]:
-    """Return about five round numbers from `least` to `most`, steps of 1, 2 or 5 times 10^n."""
-    rough = (most - least) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
-    first, last = math.ceil(least / step - 1e-9), math.floor(most / step + 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
-
-
-def _spread(ys: Sequence[float], gap: float) -> list[float]:
-    """Move labels apart until neighbours are `gap` away, keeping their order."""
-    moved = [0.0] * len(ys)
-    previous = -math.inf
-    for i in sorted(range(len(ys)), key=lambda i: ys[i]):
-        previous = max(ys[i], previous + gap)
-        moved[i] = previous
-    return moved
 
 
 def _power(exponent: int) -> str:

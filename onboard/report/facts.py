@@ -9,6 +9,7 @@ from typing import Any
 
 from onboard import __version__
 from onboard.pipeline import Outcome, Run
+from onboard.report import rounding
 from onboard.report.secrets import command_without_secrets, scrubber
 from onboard.store import Artifact
 
@@ -29,6 +30,9 @@ def gather(run: Run) -> dict[str, Any]:
         "adoptions": {o.stage: o.reason for o in run.outcomes if o.status == "adopted"},
         "overrides": {f"{g.stage}.{g.name}": g.override for g in run.gates if g.override},
         "metrics": run.metrics,
+        "rounding": rounding.figures(
+            {name: read(run, "quantize", name) for name in rounding.FILES}
+        ),
         "provenance": provenance(run),
         "recipe": _recipe(run),
     }

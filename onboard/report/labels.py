@@ -15,6 +15,7 @@ LABELS = {
     "kl_mean_hi": "KL divergence, mean, upper 95% bound",
     "kl_p99": "KL divergence, 99th percentile",
     "kl_mean_weights_only": "KL divergence, weights only",
+    "kv_cache_fp8": "Measured with an FP8 KV cache",
     "top1": "Top-1 agreement",
     "ppl_ratio": "Perplexity ratio",
     "hellaswag_drop": "HellaSwag, drop",

@@ -21,13 +21,15 @@ from onboard.report import formats, sections
 from onboard.report.facts import gather, read
 from onboard.report.junit import junit
 from onboard.report.labels import label
+from onboard.report.rounding import FILES as ROUNDING
+from onboard.report.rounding import rounding
 from onboard.report.secrets import scrubber
 from onboard.store import write_json
 
 ROOM = Path(__file__).parent
 FILES = {
     "adapt": ("adaptation.json",),
-    "quantize": ("tensors.json",),
+    "quantize": ("tensors.json", *ROUNDING),
     "fidelity": (
         "domains.json",
         "histogram.json",
@@ -79,6 +81,7 @@ def page(
             style_hash=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
             fidelity=sections.fidelity(files["fidelity"], metrics, limits),
             quantization=sections.quantization(files["adapt"], files["quantize"], metrics),
+            rounding=rounding(files["quantize"]),
             speculator=sections.speculator(files["speculate"], files["smoke"], metrics),
             engine=sections.engine(files["smoke"]),
         )

@@ -7,16 +7,22 @@ import torch
 import vllm.model_executor.kernels.linear as kernels
 import vllm.model_executor.layers.quantization.modelopt as modelopt
 from torch.nn.functional import silu
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.kernels.linear import EmulationNvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
     dequantize_to_dtype,
     ref_nvfp4_quant_dequant,
     run_nvfp4_emulations,
 )
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    GroupShape,
+    kFp8StaticTensorSym,
+)
 from vllm.platforms import PlatformEnum, current_platform
 
-from onboard.checkpoint import nvfp4
+from onboard.checkpoint import fp8, nvfp4
 from onboard.engines.nvfp4_cpu import _rounding, register
 
 assert current_platform.is_cpu()
@@ -137,6 +143,65 @@ def rounding_is_bit_equal() -> bool:
     return equal
 
 
+def fp8_rounding_is_bit_equal() -> bool:
+    """FP8 activations against vLLM's own static quantization, saturated values included."""
+    equal = True
+    with set_current_vllm_config(VllmConfig()):
+        theirs = QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR)
+    for scale in (torch.tensor(1e-3), torch.tensor(0.37), torch.tensor(2.0)):
+        x = torch.randn(TOKENS, IN) * 10 ** torch.linspace(-6, 4, IN)
+        codes, _ = theirs.forward_native(x, scale)
+        equal &= torch.equal(codes.float() * scale, fp8.quantize_dequantize(x, scale))
+    return equal
+
+
+def fp8_differences(x: torch.Tensor) -> dict[str, float]:
+    """Largest differences of an FP8 layer and of FP8 experts from products written out here."""
+    weight = torch.randn(EXPERTS, 2 * WIDTH, IN)
+    scale = weight.abs().amax((1, 2)) / 448
+    codes = fp8.quantize(weight, scale[:, None, None])
+    input_scale = torch.tensor(3.0 / 448)
+    layer = SimpleNamespace(
+        weight=parameter(codes[0].t()),
+        weight_scale=parameter(scale[0]),
+        input_scale=parameter(input_scale),
+    )
+    config = SimpleNamespace(
+        weight_quant_key=kFp8StaticTensorSym, activation_quant_key=kFp8StaticTensorSym
+    )
+    with set_current_vllm_config(VllmConfig()):
+        kernel = kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU][0](config, ["weight"] * 4)
+    kernel.process_weights_after_loading(layer)
+    seen = (x / input_scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * input_scale
+    values = codes.float() * scale[:, None, None]
+    linear = relative(kernel.apply_weights(layer, x), seen @ values[0].T)
+
+    down = torch.randn(EXPERTS, IN, WIDTH)
+    down_scale = down.abs().amax((1, 2)) / 448
+    layer = SimpleNamespace(
+        expert_map=None,
+        apply_router_weight_on_input=False,
+        w13_weight=parameter(codes),
+        w13_weight_scale=parameter(scale[:, None].repeat(1, 2)),
+        w13_input_scale=parameter(input_scale.repeat(EXPERTS)),
+        w2_weight=parameter(fp8.quantize(down, down_scale[:, None, None])),
+        w2_weight_scale=parameter(down_scale),
+        w2_input_scale=parameter(torch.linspace(0.05, 0.1, EXPERTS)),
+    )
+    down = layer.w2_weight.float() * down_scale[:, None, None]
+    method = modelopt.ModelOptFp8Config.FusedMoEMethodCls(
+        SimpleNamespace(), SimpleNamespace(activation=MoEActivation.SILU, swiglu_limit=None)
+    )
+    method.process_weights_after_loading(layer)
+    ids = torch.arange(TOKENS)[:, None] % EXPERTS
+    ours = method.apply(layer, x, torch.ones(TOKENS, 1), ids, None, None)
+    h = torch.einsum("ti,toi->to", seen, values[ids[:, 0]])
+    h = silu(h[:, :WIDTH]) * h[:, WIDTH:]
+    h = fp8.quantize_dequantize(h, torch.tensor(0.1))
+    expected = torch.einsum("ti,toi->to", h, down[ids[:, 0]])
+    return {"fp8_linear": linear, "fp8_experts": relative(ours, expected)}
+
+
 torch.manual_seed(0)
 inputs = torch.randn(TOKENS, IN)
 print(
@@ -147,6 +212,8 @@ print(
             "weight_only": weight_only_difference(inputs),
             "experts": expert_difference(inputs),
             "rounding": rounding_is_bit_equal(),
+            "fp8_rounding": fp8_rounding_is_bit_equal(),
+            **fp8_differences(inputs),
         }
     )
 )

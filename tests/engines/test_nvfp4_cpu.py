@@ -53,6 +53,9 @@ def test_kernels_equal_vllm_s_own_emulation() -> None:
     assert found["linear"] < 1e-6, "theirs sums in fp32, ours in fp64"
     assert found["weight_only"] < 1e-6
     assert found["experts"] < 1e-5
+    assert found["fp8_rounding"] is True
+    assert found["fp8_linear"] < 1e-6
+    assert found["fp8_experts"] < 1e-5
     assert found["row_by_row"] is True, "greedy outputs must not depend on the batch"
 
 

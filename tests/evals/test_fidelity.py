@@ -78,6 +78,7 @@ def test_an_unchanged_checkpoint_loses_nothing(measure: Any) -> None:
     assert metrics["top1"] == metrics["ppl_ratio"] == 1
     assert metrics["hellaswag_drop"] == 0
     assert metrics["hellaswag_p"] == 1
+    assert "kv_cache_fp8" not in metrics
     assert metrics["evaluation_tokens"] == sum(len(row["ids"]) - 1 for row in rows())
     assert 0 < metrics["kl_noise_floor"] < 0.5
 
@@ -115,6 +116,42 @@ def test_a_model_beyond_memory_is_measured_alike(
     assert "hellaswag_drop" not in streamed.metrics
 
 
+def fp8_cache(scale: float) -> Callable[[Path], None]:
+    """Add the scales of an FP8 KV cache to a checkpoint."""
+
+    def change(root: Path) -> None:
+        path = root / "model.safetensors"
+        stem = "model.layers.{}.self_attn.{}_proj.{}_scale"
+        names = [stem.format(layer, part, part) for layer in range(2) for part in "kv"]
+        scales = {name: torch.tensor(scale) for name in names}
+        save_file(load_file(path) | scales, path, {"format": "pt"})
+
+    return change
+
+
+@pytest.mark.parametrize(("scale", "least", "most"), [(0.02, 1e-6, 0.05), (1e-4, 0.05, 100)])
+def test_an_fp8_cache_is_part_of_what_is_served(
+    measure: Any, scale: float, least: float, most: float
+) -> None:
+    """The weights are the source's: all there is comes from the cache, and a bad scale shows."""
+    metrics = measure(fp8_cache(scale)).metrics
+    assert metrics["kv_cache_fp8"] == 1
+    assert metrics["kl_mean_weights_only"] == 0
+    assert least < metrics["kl_mean"] < most
+
+
+def test_an_fp8_cache_of_a_model_beyond_memory(
+    measure: Any, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = measure(fp8_cache(0.01))
+    shutil.rmtree(whole.path)
+    shutil.rmtree(bench.folder / "fidelity.scratch")
+    monkeypatch.setattr(models, "device_memory", lambda: 0)
+    streamed = bench.run("fidelity", fidelity.run, PARAMS)
+    for name, value in streamed.metrics.items():
+        assert value == whole.metrics[name], name
+
+
 def test_the_worst_tokens_are_quoted_but_never_a_users_own(measure: Any) -> None:
     artifact = measure(damage)
     worst = artifact.json("worst.json")
@@ -138,7 +175,9 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(
     seen = []
     hidden = fidelity.last_hidden
     monkeypatch.setattr(
-        fidelity, "last_hidden", lambda model, ids: seen.append(len(ids)) or hidden(model, ids)
+        fidelity,
+        "last_hidden",
+        lambda model, ids, *cache: seen.append(len(ids)) or hidden(model, ids, *cache),
     )
     fidelity.run(job)
     assert seen.count(2) == 1 + 2  # one batch of the reference, two of the candidate

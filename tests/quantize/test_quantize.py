@@ -119,7 +119,7 @@ def test_the_sweep_finds_what_an_exhaustive_search_finds() -> None:
                 nearest = grid[(w[:, None] / scale - grid).abs().argmin(1)] * scale
                 costs.append((float(((nearest - w) ** 2 * m).sum()), float(scale / scale_2)))
             best = min(cost for cost, _ in costs)
-            mine = next(cost for cost, scale in costs if abs(scale - found[row, block]) < 1e-6)
+            mine = min(costs, key=lambda pair: abs(pair[1] - float(found[row, block])))[0]
             assert mine == pytest.approx(best, rel=1e-4)
 
 

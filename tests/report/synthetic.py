@@ -46,7 +46,7 @@ class Synthetic:
 
     recipe: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # by stage
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # by stage and name
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # by stage, name; None: none
     overrides: dict[str, str] = field(default_factory=dict)
     adopted: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -102,7 +102,9 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(value, bytes):
+    if value is None:
+        path.unlink()
+    elif isinstance(value, bytes):
         path.write_bytes(value)
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in value))
@@ -239,6 +241,111 @@ def _quantize(out: Path, rng: random.Random) -> None:
             "quantized_share_mlp": 1.0,
         },
     )
+    write_json(out / "ladder.json", _ladder())
+    write_json(out / "allocation.json", _allocation(rng))
+    write_json(out / "distillation.json", _distillation(rng))
+
+
+def _ladder() -> dict[str, Any]:
+    rungs = [
+        ("rtn", 0.243, 0.030, 3.1),
+        ("sweep", 0.127, 0.019, 14.8),
+        ("gptq", 0.0853, 0.012, 41.0),
+        ("sequential", 0.0621, 0.009, 189.4),
+        ("qad", 0.0487, 0.007, 1504.0),
+    ]
+    return {
+        "target_kl": 0.05,
+        "documents": 24,
+        "rungs": [
+            {
+                "method": method, "kl": kl, "kl_lo": kl - half, "kl_hi": kl + half * 1.2,
+                "seconds": seconds, "bytes": 116_500_000, "chosen": method == "qad",
+            }
+            for method, kl, half, seconds in rungs
+        ],
+    }  # fmt: skip
+
+
+UNITS = {
+    "self_attn.qkv": (("q_proj", "k_proj", "v_proj"), 552_960),
+    "self_attn.o_proj": (("o_proj",), 331_776),
+    "mlp.gate_up": (("gate_proj", "up_proj"), 1_769_472),
+    "mlp.down_proj": (("down_proj",), 884_736),
+}
+
+
+def _groups(rng: random.Random) -> list[dict[str, Any]]:
+    groups = []
+    for layer in range(LAYERS):
+        for name, (leaves, parameters) in UNITS.items():
+            room, single = name.partition(".")[0], rng.uniform(2e-4, 4e-3)
+            costly = layer in (0, LAYERS - 1) or name == "mlp.down_proj"
+            drawn = rng.random()
+            format_ = "fp8" if costly and drawn > 0.3 else "bf16" if drawn > 0.95 else "nvfp4"
+            stem = f"model.layers.{layer}"
+            groups.append(
+                {
+                    "name": f"{stem}.{name}",
+                    "modules": [f"{stem}.{room}.{leaf}" for leaf in leaves],
+                    "parameters": parameters,
+                    "format": format_,
+                    "kl": {"nvfp4": single, "fp8": single / 40},
+                }
+            )
+    head = {"name": "lm_head", "modules": ["lm_head"], "parameters": 28_311_552}
+    return [*groups, {**head, "format": "bf16", "kl": {"nvfp4": 0.03, "fp8": 0.001}}]
+
+
+def _allocation(rng: random.Random) -> dict[str, Any]:
+    front = []
+    for step in range(36):
+        bits = 4.5 + step * 0.33
+        predicted = 0.0621 * math.exp(-(bits - 4.5) / 1.35) if step < 35 else 0.0
+        measured = predicted * rng.uniform(0.92, 1.12) if step % 4 == 0 and step < 28 else None
+        front.append(
+            {
+                "bits": bits,
+                "bytes": round(bits / 8 * 106_168_320),
+                "kl_predicted": predicted,
+                "kl_measured": measured,
+                "kl_lo": measured and measured * 0.82,
+                "kl_hi": measured and measured * 1.25,
+                "chosen": step == 4,
+            }
+        )
+    kinds = {
+        "adjacent_layers": {"mean_cosine": 0.0061, "sd": 0.031, "pairs": 88},
+        "same_layer": {"mean_cosine": 0.0147, "sd": 0.044, "pairs": 72},
+        "any": {"mean_cosine": 0.0028, "sd": 0.025, "pairs": 1128},
+    }
+    swap = {"up": "model.layers.3.mlp.down_proj", "down": "model.layers.11.self_attn.qkv"}
+    return {
+        "limit": {"name": "bits", "value": 6.0},
+        "groups": _groups(rng),
+        "front": front,
+        "interactions": {
+            "split_half_correlation": 0.27, "reliability": 0.43, "used": False, "kinds": kinds,
+        },
+        "swaps": [
+            {**swap, "kl_before": 0.0236, "kl_after": 0.0229, "accepted": True},
+            {**swap, "kl_before": 0.0229, "kl_after": 0.0241, "accepted": False},
+        ],
+    }  # fmt: skip
+
+
+def _distillation(rng: random.Random) -> dict[str, Any]:
+    curve = [
+        {
+            "step": step,
+            "tokens": step * 1024,
+            "seconds": step * 4.7,
+            "train_kl": 0.041 + 0.02 * math.exp(-step / 90) + rng.uniform(-0.002, 0.002),
+            "held_out_kl": 0.0487 + 0.0134 * math.exp(-step / 70) if step % 32 == 0 else None,
+        }
+        for step in range(0, 321, 16)
+    ]
+    return {"kl_before": 0.0621, "kl_after": 0.0487, "stopped": "patience", "curve": curve}
 
 
 def _fidelity(out: Path, rng: random.Random) -> None:
@@ -252,6 +359,7 @@ def _fidelity(out: Path, rng: random.Random) -> None:
             "ppl_ratio": 1.2783, "delta_p_mean": -0.0213, "delta_p_rms": 0.1184,
             "evaluation_tokens": 10_240, "evaluation_documents": 40, "hellaswag_source": 0.4333,
             "hellaswag_candidate": 0.4, "hellaswag_drop": 0.0333, "hellaswag_p": 0.7266,
+            "kv_cache_fp8": 1.0,
         },
     )  # fmt: skip
     edges = [-6 + i * 0.125 for i in range(57)]

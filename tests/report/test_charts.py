@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onboard.report import charts, formats
+from onboard.report import svg as svg_parts
 from onboard.report.charts import Bar, Interval
+from onboard.report.front import Point, front
+from onboard.report.grid import format_map
 
 positive = st.floats(1e-6, 1e6, allow_nan=False)
 
@@ -81,9 +84,67 @@ def test_lines_stay_inside_the_picture(points: list[tuple[float, float]]) -> Non
     assert all(0 <= float(x) <= 400 and 0 <= float(y) <= 160 for x, y in found)
 
 
+def test_the_front_has_a_logarithmic_axis_of_losses() -> None:
+    points = [
+        Point(4.5, 0.1, 0.1, 0.1, 0.1),
+        Point(6.0, 0.01, 0.01, 0.01, 0.01, chosen=True),
+        Point(9.0, 0.001, 0.001, 0.001, 0.001),
+        Point(16.0, 0.0),  # nothing is lost in bf16; a logarithm has no place for it
+    ]
+    svg = front(points, "t", "bits per weight", limit=6.5)
+    _legend, *dots = numbers(svg, "circle", "cy")
+    first, middle, last = sorted(dots)
+    assert middle - first == pytest.approx(last - middle, abs=0.11)
+    assert "chosen: 6 bits per weight, KL 0.0100" in svg
+    assert "limit 6.50" in svg
+    assert len(re.findall(r"[\d.]+,[\d.]+", re.findall(r'points="([^"]*)"', svg)[0])) == 3
+
+
+def test_a_choice_that_was_not_measured_is_called_a_prediction() -> None:
+    svg = front([Point(5.0, 0.1, chosen=True), Point(6.0, 0.05)], "t", "bits per weight")
+    assert "KL 0.100 (predicted)" in svg
+    assert front([Point(16.0, 0.0)], "t", "bits") == front([], "t", "bits") == ""
+
+
+@given(st.lists(st.tuples(positive, positive, positive), min_size=1, max_size=20), positive)
+def test_the_front_stays_inside_the_picture(
+    rows: list[tuple[float, float, float]], limit: float
+) -> None:
+    points = [Point(size, kl, kl, kl / 2, kl + half) for size, kl, half in rows]
+    svg = front(points, "t", "bits", limit=limit, loss_limit=limit)
+    for x, y in zip(numbers(svg, "circle", "cx"), numbers(svg, "circle", "cy"), strict=True):
+        assert 0 <= x <= charts.WIDTH
+        assert 0 <= y <= 264
+    for y in numbers(svg, "line", "y1") + numbers(svg, "line", "y2"):
+        assert -1 <= y <= 270
+
+
+def test_a_unit_of_two_formats_is_drawn_in_proportion() -> None:
+    cells = {
+        ("mlp up", 0): [("nvfp4", 0.75, "most"), ("fp8", 0.25, "some")],
+        ("mlp up", 1): [("odd", 1.0, "<b>")],
+    }
+    svg = format_map(cells, [], "t")
+    widths = {
+        css: float(width)
+        for css, width in re.findall(r'class="format (\w+)"[^>]* width="([\d.]+)"', svg)
+    }
+    assert widths["fp8"] * 3 == pytest.approx(widths["nvfp4"], abs=0.2)
+    assert widths["fp8"] * 4 == pytest.approx(widths["other"], abs=0.2)
+    assert "<b>" not in svg
+    assert format_map({}, [], "t") == ""
+
+
+def test_a_chosen_row_stands_out() -> None:
+    rows = [Interval("a", 2.0, 1.0, 3.0), Interval("b", 1.0, 1.0, 1.0, chosen=True)]
+    svg = charts.intervals(rows, "t", 1.5, limit_label="target")
+    assert svg.count('class="dot chosen"') == svg.count('class="chosen"') == 1
+    assert "target 1.50" in svg
+
+
 @given(positive, positive)
 def test_ticks_are_round_and_inside(least: float, span: float) -> None:
-    ticks = charts._ticks(least + span, least)
+    ticks = svg_parts.ticks(least + span, least)
     assert len(ticks) <= 12
     assert all(least - span * 1e-6 <= t <= least + span * (1 + 1e-6) for t in ticks)
 

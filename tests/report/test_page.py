@@ -194,6 +194,79 @@ def test_text_with_every_kind_of_line_end(make_run: MakeRun) -> None:
     assert "one\u2028two⟨0085⟩three" in source
 
 
+CHOICE = ("ladder.json", "allocation.json", "distillation.json")
+
+
+def test_the_choice_of_the_rounding_is_shown(make_run: MakeRun) -> None:
+    text = Page(html(make_run())).text
+    for words in (
+        "How the weights were rounded",
+        "QAD, chosen",
+        "target 0.0500",
+        "25 min 04 s · 116.5 MB",
+        "6 bits per weight, scales included",
+        "chosen: 5.82 bits per weight",
+        "NVFP4 42.5% of the weights",
+        "lm_head in BF16",
+        "a correlation of 0.270 (reliability 0.430). Not used",
+        "2 swaps tried on the measured joint KL, 1 kept",
+        "0.0621 → 0.0487",
+        "held-out KL fell no further, after 320 steps",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize("kept", CHOICE)
+def test_each_part_of_the_choice_stands_alone(make_run: MakeRun, kept: str) -> None:
+    run = make_run(files={"quantize": {name: None for name in CHOICE if name != kept}})
+    source = page(gather(run), _files(run), StrictUndefined)
+    headings = {"ladder.json": "Ladder of methods", "allocation.json": "Formats under a budget"}
+    for name in CHOICE:
+        heading = headings.get(name, "<h3>Distillation")
+        assert (heading in source) == (name == kept)
+    assert list(gather(run)["rounding"]) == [kept.removesuffix(".json")]
+
+
+def test_nothing_is_said_of_a_choice_that_was_not_made(make_run: MakeRun) -> None:
+    run = make_run(files={"quantize": dict.fromkeys(CHOICE)})
+    source = html(run)
+    assert "How the weights were rounded" not in source
+    assert "#rounding" not in source
+    assert gather(run)["rounding"] == {}
+
+
+def test_names_in_the_choice_are_escaped(make_run: MakeRun) -> None:
+    group = {
+        "name": ATTACK,
+        "modules": [f"model.layers.0.{ATTACK}.q_proj"],
+        "parameters": 1,
+        "format": ATTACK,
+        "kl": {ATTACK: 0.1},
+    }
+    allocation = {
+        "limit": {"name": "kl_max", "value": 0.1},
+        "groups": [group, {**group, "modules": [ATTACK]}],
+        "swaps": [
+            {"up": [ATTACK], "down": ATTACK, "kl_before": 1, "kl_after": None, "accepted": False}
+        ],
+    }
+    rung = {"method": ATTACK, "kl": 0.1, "chosen": True}
+    files = {"allocation.json": allocation, "ladder.json": {"rungs": [rung], "documents": 2}}
+    source = html(make_run(files={"quantize": files}))
+    assert "<script" not in source
+    assert "<img" not in source
+    Page(source)
+
+
+def test_an_fp8_cache_is_named_where_it_was_measured(make_run: MakeRun) -> None:
+    run = make_run()
+    words = "FP8 KV cache included: what attention reads"
+    assert words in Page(html(run)).text
+    facts = gather(run)
+    facts["metrics"].pop("kv_cache_fp8")
+    assert "FP8 KV cache" not in page(facts, _files(run), StrictUndefined)
+
+
 def test_failed_run_names_the_gate_and_what_did_not_run(failed_run: Run) -> None:
     text = Page(html(failed_run)).text
     assert "Fail fidelity.kl_mean is 0.3127; the limit is ≤ 0.0001." in text
@@ -252,6 +325,9 @@ def test_report_json_holds_the_facts(make_run: MakeRun) -> None:
     facts = json.loads((run.dir / "report" / "report.json").read_text())
     assert facts["verdict"] == "pass"
     assert facts["metrics"]["kl_mean"] == 0.3127
+    assert [rung["method"] for rung in facts["rounding"]["ladder"]["rungs"]][-1] == "qad"
+    assert facts["rounding"]["allocation"]["groups"][0]["modules"] == 3  # how many, not which
+    assert facts["rounding"]["distillation"]["kl_after"] == 0.0487
     assert len(facts["gates"]) == len(run.gates)
     assert facts["provenance"]["engine"]["mode"] == "cpu-emulation W4A4"
     assert facts["provenance"]["seeds"] == {"data": 0, "fidelity": 0, "speculate": 0}

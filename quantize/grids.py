@@ -1,0 +1,85 @@
+"""The numbers that a format can store, as the compensated rounding asks for them.
+
+A batch holds B matrices of one shape, [B, out, in], each with a scale of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from onboard.checkpoint import fp8, nvfp4
+from onboard.quantize.rounding import TARGETS
+
+Packed = dict[str, Tensor]  # `weight`, `weight_scale` and, in NVFP4, `weight_scale_2`
+
+
+class Grid(Protocol):
+    """Numbers at multiples of a step, which 16 inputs of an output share."""
+
+    def step(self, weights: Tensor, importance: Tensor) -> Tensor:
+        """Return the step f32 [B, out] of a block: weights [B, out, 16], importance [B, 1, 16]."""
+
+    def nearest(self, values: Tensor, step: Tensor) -> Tensor:
+        """Return the nearest number of the grid to each value, as f32."""
+
+    def pack(self, values: Tensor, steps: Sequence[Tensor], matrix: int) -> Packed:
+        """Return one matrix of the batch as it is stored, from values [B, out, in] on the grid."""
+
+
+@dataclass(frozen=True)
+class NvFp4:
+    """E2M1 numbers times an E4M3 scale per block, which is searched, times `scale_2` f32 [B]."""
+
+    scale_2: Tensor
+
+    def step(self, weights: Tensor, importance: Tensor) -> Tensor:
+        """The step with the least squared error, each input weighted by its importance."""
+        amax, scale_2 = weights.abs().amax(-1), self.scale_2[:, None]
+        best, least = torch.zeros_like(amax), torch.full_like(amax, torch.inf)
+        for target in TARGETS:
+            scale = nvfp4.block_scale(amax * (nvfp4.E2M1_MAX / target), scale_2)
+            step = scale.float() * scale_2
+            error = self.nearest(weights, step[..., None]).sub_(weights).square_()
+            error = error.mul_(importance).sum(-1)
+            best = torch.where(error < least, step, best)
+            least = torch.minimum(error, least)
+        return best
+
+    def nearest(self, values: Tensor, step: Tensor) -> Tensor:
+        return nvfp4.round_to_e2m1(values / step).mul_(step)
+
+    def pack(self, values: Tensor, steps: Sequence[Tensor], matrix: int) -> Packed:
+        scale_2 = self.scale_2[matrix]
+        scale = torch.stack([step[matrix] for step in steps], 1) / scale_2  # within an ulp of E4M3
+        scale = scale.to(torch.float8_e4m3fn)
+        weight = nvfp4.quantize(values[matrix], scale, scale_2)
+        return {"weight": weight, "weight_scale": scale, "weight_scale_2": scale_2}
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """E4M3 numbers times `scale` f32 [B]."""
+
+    scale: Tensor
+
+    def step(self, weights: Tensor, importance: Tensor) -> Tensor:
+        return self.scale[:, None].expand(weights.shape[:-1])
+
+    def nearest(self, values: Tensor, step: Tensor) -> Tensor:
+        return fp8.dequantize(fp8.quantize(values, step), step)
+
+    def pack(self, values: Tensor, steps: Sequence[Tensor], matrix: int) -> Packed:
+        scale = self.scale[matrix]
+        return {"weight": fp8.quantize(values[matrix], scale), "weight_scale": scale}
+
+
+def dequantize(parts: Packed) -> Tensor:
+    """Return the weights that an engine computes with, f32 [out, in]."""
+    if "weight_scale_2" in parts:
+        return nvfp4.dequantize(parts["weight"], parts["weight_scale"], parts["weight_scale_2"])
+    return fp8.dequantize(parts["weight"], parts["weight_scale"])

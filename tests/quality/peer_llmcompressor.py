@@ -1,0 +1,47 @@
+"""llm-compressor's methods in NVFP4A16, run on a CPU; see peer.py for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from llmcompressor import oneshot
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from torch.utils.data import DataLoader
+
+from tests.quality import peer
+from tests.quality.peer import Task
+
+ALL_LINEARS: dict[str, Any] = {
+    "targets": "Linear",
+    "scheme": "NVFP4A16",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+}
+RECIPES: dict[str, Callable[[], list[Any]]] = {
+    "rtn": lambda: [QuantizationModifier(**ALL_LINEARS)],
+    "gptq": lambda: [GPTQModifier(**ALL_LINEARS)],
+    "awq": lambda: [AWQModifier(), QuantizationModifier(**ALL_LINEARS)],
+}
+
+
+def loader(task: Task) -> DataLoader[Any]:
+    """Return the calibration documents in their order, as the model takes them."""
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)}
+            for row in torch.tensor(task.ids)]  # fmt: skip
+    batches: DataLoader[Any] = DataLoader(rows, batch_size=peer.BATCH)  # type: ignore[arg-type]
+    return batches
+
+
+def quantize(task: Task) -> None:
+    model = peer.load(task.model)
+    with task.timed("seconds"):
+        oneshot(model=model, dataset=loader(task), recipe=RECIPES[task.method]())
+    with task.timed("export_seconds"):
+        model.save_pretrained(task.export, save_compressed=True)
+
+
+if __name__ == "__main__":
+    peer.main(quantize, ("llmcompressor", "compressed-tensors"))
