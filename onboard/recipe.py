@@ -120,6 +120,7 @@ class Calibrate(Section):
 
     batch_size: int = Field(8, ge=1)
     unseen_experts: Literal["layer_max", "error"] = "layer_max"
+    ranges: Literal["max", "search"] = "search"  # NVFP4's: the largest magnitude, or near it
     kv_cache: Literal["fp8"] | None = None  # ranges of keys and values, written as scales
     gates: CalibrateGates = CalibrateGates()
 
@@ -165,7 +166,7 @@ class Distill(Section):
     epochs: int = Field(2, ge=1)  # over data.distillation_documents
     minutes: float | None = Field(None, gt=0)  # training ends after these
     batch_size: int = Field(4, ge=1)
-    learning_rate: float = Field(2e-5, gt=0)
+    learning_rate: float = Field(3e-3, gt=0)  # in steps of a block: E2M1 numbers are 0.5 apart
     warmup_steps: int = Field(10, ge=0)
     evaluate_steps: int = Field(32, ge=1)  # between looks at the selection documents
     patience: int = Field(3, ge=1)  # looks without a gain, after which training ends

@@ -26,6 +26,7 @@ MEASUREMENTS = 8  # of the joint KL at most, on the way to a `kl_max`
 
 Measure = Callable[[Mapping[str, str]], float]  # formats by module -> joint KL in nats a token
 Pairs = NDArray[np.float64]
+Move = tuple[int, str]  # a unit, and the format that it is to get
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,18 @@ class Problem:
             kl,
         )
 
-    def change(self, formats: Sequence[str], unit: int, to: str) -> float:
-        """Return how the predicted KL changes when one unit gets another format."""
-        now = formats[unit]
-        change = self.alone(unit, to) - self.alone(unit, now)
-        if self.pairs is not None and "nvfp4" in (now, to):
-            low = np.array([format == "nvfp4" for format in formats])
-            low[unit] = False
-            change += float(self.pairs[unit, low].sum()) * ((to == "nvfp4") - (now == "nvfp4"))
-        return change
+    def changes(self, formats: Sequence[str]) -> dict[Move, float]:
+        """Return how the predicted KL changes with every move of one unit to another format."""
+        low = np.array([format == "nvfp4" for format in formats], float)
+        pull = np.zeros_like(low) if self.pairs is None else self.pairs @ low
+        return {
+            (n, to): self.alone(n, to)
+            - self.alone(n, now)
+            + float(pull[n]) * ((to == "nvfp4") - (now == "nvfp4"))
+            for n, now in enumerate(formats)
+            for to in self.may_be(n)
+            if to != now
+        }
 
     def modules(self, formats: Sequence[str]) -> dict[str, str]:
         """Return the format of every module."""
@@ -181,11 +185,15 @@ class _Step:
 
 def _steps(problem: Problem, formats: Sequence[str], limit: Limit) -> Iterator[_Step]:
     """Yield every unit's moves to larger formats, in the units' order."""
-    for n, unit in enumerate(problem.units):
-        for to in problem.may_be(n):
-            size = limit.size(unit, to) - limit.size(unit, formats[n])
-            if size > 0:
-                yield _Step(n, to, -problem.change(formats, n, to), size)
+    for (n, to), change in problem.changes(formats).items():
+        if (size := _growth(problem, formats, limit, (n, to))) > 0:
+            yield _Step(n, to, -change, size)
+
+
+def _growth(problem: Problem, formats: Sequence[str], limit: Limit, move: Move) -> float:
+    """Return what a move takes more, as the limit counts."""
+    unit, to = problem.units[move[0]], move[1]
+    return limit.size(unit, to) - limit.size(unit, formats[move[0]])
 
 
 def choose(problem: Problem, limit: Limit, measure: Measure | None = None) -> Choice:
@@ -286,27 +294,19 @@ def refine(
     return Choice(problem, choice.front, point, measured), tuple(tried)
 
 
-Move = tuple[int, str]  # a unit and the format that it is to get
-
-
 def _best_swap(
     problem: Problem, formats: tuple[str, ...], limit: Limit, used: set[int]
 ) -> tuple[Move, Move] | None:
     """Return the moves up and down with the least predicted KL that take no more size."""
     best, least = None, math.inf
-    free = [n for n in range(len(formats)) if n not in used]
-    moves = [(n, to) for n in free for to in problem.may_be(n) if to != formats[n]]
-    more = {
-        (n, to): limit.size(problem.units[n], to) - limit.size(problem.units[n], formats[n])
-        for n, to in moves
-    }
-    downs = [(move, problem.change(formats, *move)) for move in moves if more[move] < 0]
-    for up in (move for move in moves if more[move] > 0):
-        gain = problem.change(formats, *up)
-        for down, loss in downs:
+    changes = {m: change for m, change in problem.changes(formats).items() if m[0] not in used}
+    more = {move: _growth(problem, formats, limit, move) for move in changes}
+    downs = [move for move in changes if more[move] < 0]
+    for up in (move for move in changes if more[move] > 0):
+        for down in downs:
             if down[0] == up[0] or more[up] + more[down] > 0:
                 continue
-            change = gain + loss + _together(problem, formats, up, down)
+            change = changes[up] + changes[down] + _together(problem, formats, up, down)
             if change < least:
                 best, least = (up, down), change
     return best

@@ -1,6 +1,7 @@
 """Stage calibrate: what enters every quantized matrix, measured on the calibration documents.
 
-Activation ranges come from NVIDIA ModelOpt's max calibrator. The same forward passes collect the
+The largest magnitudes come from NVIDIA ModelOpt's max calibrator; a search in the same forward
+passes may move the range that NVFP4 is given (`onboard.quantize.ranges`). They also collect the
 diagonal of each input's second moment, E[x_j^2], which weighs rounding errors, and the number of
 tokens that reached each matrix.
 """
@@ -25,6 +26,7 @@ from onboard.checkpoint.nvfp4 import E4M3_MAX
 from onboard.errors import InputError
 from onboard.hardware import device_kind
 from onboard.pipeline import Job
+from onboard.quantize.ranges import RangeSearch
 from onboard.recipe import Calibrate
 from onboard.source import root
 from onboard.store import write_json
@@ -34,8 +36,10 @@ SHRINKAGE_TOKENS = 64  # weight of the layer's mean second moment in an expert's
 
 
 def run(job: Job[Calibrate]) -> None:
-    """Write `activations.safetensors` (`<module>.amax` f32 [], `<module>.second_moment` f32 [in]).
+    """Write `activations.safetensors`, `ranges.json` and `tokens.json`.
 
+    Of a module, the first holds `.amax` f32 [], the largest magnitude; `.range` f32 [], what NVFP4
+    reaches up to: `.amax` times the factor in `ranges.json`; and `.second_moment` f32 [in].
     The source is read once, a layer at a time. A model without a transformers class is not run:
     the files are empty, and weights will be rounded without data. Raises InputError where there is
     no calibration document.
@@ -62,17 +66,22 @@ def _with_forward(
     runner = open_reference(root(job.inputs["source"]), compute_dtype(), resident=False)
     cached = CacheRanges() if job.params.kv_cache else None
     batches = document_batches(documents, job.params.batch_size)
-    seen = measure(runner, matrices, batches, job.progress, cached)
+    search = RangeSearch(groups) if job.params.ranges == "search" else None
+    seen = measure(runner, matrices, batches, job.progress, cached, search)
     amax = {name: one.amax for name, one in seen.items() if one.amax is not None}
     settle_ranges(amax, ranges, seen, job)
+    factors = search.factors(amax) if search else dict.fromkeys(amax, 1.0)
     tensors = {f"{name}.amax": value for name, value in amax.items()}
+    tensors |= {f"{name}.range": factors[name] * value for name, value in amax.items()}
     second = shrunk_moments(seen, ranges)
     tensors |= {f"{name}.second_moment": value for name, value in second.items()}
     if cached is not None:
         tensors |= cache_scales(cached, projections(runner.skeleton))
     save_file(dict(sorted(tensors.items())), job.out / "activations.safetensors")
     write_json(job.out / "tokens.json", {name: one.tokens for name, one in seen.items()})
-    write_json(job.out / "metrics.json", _metrics(seen))
+    write_json(job.out / "ranges.json", factors)
+    moved = sum(factors[members[0].module] != 1 for members in ranges)
+    write_json(job.out / "metrics.json", _metrics(seen) | {"ranges_moved": moved})
 
 
 def _without_forward(job: Job[Calibrate], model_type: str) -> None:
@@ -82,7 +91,8 @@ def _without_forward(job: Job[Calibrate], model_type: str) -> None:
     )
     save_file({}, job.out / "activations.safetensors")
     write_json(job.out / "tokens.json", {})
-    write_json(job.out / "metrics.json", _metrics({}))
+    write_json(job.out / "ranges.json", {})
+    write_json(job.out / "metrics.json", _metrics({}) | {"ranges_moved": 0})
 
 
 class Inputs:
@@ -122,11 +132,23 @@ def measure(
     batches: Sequence[Tensor],
     progress: Callable[[str, int, int, str], None] = lambda what, done, total, unit: None,
     cached: CacheRanges | None = None,
+    search: RangeSearch | None = None,
 ) -> dict[str, Inputs]:
     """Push the batches [documents, tokens] through the model; return what entered, by module."""
     places = taps.points(runner.skeleton, matrices)
     seen = {point: Inputs() for point in places}
-    taps.attach(runner.skeleton.model, places, lambda point, x: seen[point].collect(x))
+
+    def see(point: taps.Point, x: Tensor) -> None:
+        seen[point].collect(x)
+        if search:
+            search.collect(places[point], x)
+
+    def layer_done(done: int, total: int) -> None:
+        if search:
+            search.settle()
+        progress("activations", done, total, "layers")
+
+    taps.attach(runner.skeleton.model, places, see)
 
     def forward(batch: Tensor) -> Callable[[], None]:
         def run() -> None:
@@ -139,10 +161,7 @@ def measure(
 
         return run
 
-    runner.run(
-        [forward(batch) for batch in batches],
-        lambda done, total: progress("activations", done, total, "layers"),
-    )
+    runner.run([forward(batch) for batch in batches], layer_done)
     return {matrix.module: seen[point] for point, held in places.items() for matrix in held}
 
 

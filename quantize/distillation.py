@@ -37,6 +37,7 @@ from onboard.evals.hidden import last_hidden
 from onboard.evals.kl import Head, kl_divergence
 from onboard.hardware import device_kind
 from onboard.quantize.layers import REPLACED, Layers, save_layer, save_whole
+from onboard.quantize.straight_through import Norm
 from onboard.quantize.student import Beginning, Parts, Student, begin
 from onboard.recipe import Distill
 
@@ -44,6 +45,7 @@ FOLDER, RESULT, STATE = "distilled", "distillation.json", "training.pt"
 INSET = 0.2  # of a cell, kept free between a latent weight and the cell's bounds at the start
 BETAS = (0.9, 0.95)
 EPS = 1e-12  # gradients are per step of a block, and small
+NORM_RATE = 0.1  # of the learning rate: every token feels a norm's change, whatever the rounding
 CLIP = 1.0  # largest gradient norm
 WINDOW = 16  # batches within which documents are sorted by length, to pad less
 CHUNK = 128  # tokens whose logits exist at once
@@ -250,7 +252,7 @@ def _train(work: Work, progress: Progress) -> Outcome:
     params, documents = work.params, work.lessons.documents
     model, optimizer = work.accelerator.prepare(
         work.student,
-        torch.optim.AdamW(work.latents, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True),
+        torch.optim.AdamW(_groups(work), betas=BETAS, eps=EPS, weight_decay=0.0, fused=True),
     )
     state, path = State(work.latents, optimizer), work.scratch / STATE
     if path.exists():
@@ -270,6 +272,13 @@ def _train(work: Work, progress: Progress) -> Outcome:
             _look(work, state, clock, losses)
         progress("distilling", state.step, work.steps, "steps")
     return _finish(work, state, stopped)
+
+
+def _groups(work: Work) -> list[dict[str, Any]]:
+    """Return the optimizer's groups; `share` is theirs of the learning rate."""
+    norms = [one.latent for one in work.student.trained if isinstance(one, Norm)]
+    others = [one.latent for one in work.student.trained if not isinstance(one, Norm)]
+    return [{"params": norms, "share": NORM_RATE}, {"params": others, "share": 1.0}]
 
 
 def _why_stop(work: Work, state: State) -> str:
@@ -322,7 +331,7 @@ def _update(
 ) -> float:
     """Take one AdamW step on the documents `batch`; return their mean KL before it."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["share"]
     total = sum(len(work.lessons.documents[n]) - 1 for n in batch)
     processes, number = work.accelerator.num_processes, work.accelerator.process_index
     share = batch[number::processes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 from onboard.pipeline import Job
@@ -35,7 +36,7 @@ def run(job: Job[Quantize]) -> None:
     trained = made.folder / "distilled" / "distillation.json"
     if trained.exists():
         shutil.copy(trained, job.out)
-    shutil.copytree(made.checkpoint, job.out / "checkpoint", copy_function=shutil.move)
+    shutil.copytree(made.checkpoint, job.out / "checkpoint", copy_function=os.link)
     job.known_digests.update({f"checkpoint/{n}": sha for n, sha in made.digests.items()})
     write_json(job.out / "tensors.json", made.notes)
     metrics |= written.metrics(

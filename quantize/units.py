@@ -58,7 +58,7 @@ class Activations:
 
     def input_scale(self, module: str) -> Tensor:
         """Return NVFP4's `input_scale` f32 []: the range over 6 * 448, made invertible."""
-        return invertible(nvfp4.tensor_scale(self._read(f"{module}.amax")))
+        return invertible(nvfp4.tensor_scale(self._read(f"{module}.range")))
 
     def fp8_input_scale(self, module: str) -> Tensor:
         """Return FP8's `input_scale` f32 []: the range over 448.

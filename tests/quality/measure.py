@@ -109,7 +109,9 @@ class Reference:
             self.swapped(candidate.weights),
             self.quantized_inputs(candidate.input_scales or {}),
         ):
-            return [self._kl(row, hidden) for row, hidden in zip(self.ids, self.hidden, strict=True)]
+            return [
+                self._kl(row, hidden) for row, hidden in zip(self.ids, self.hidden, strict=True)
+            ]
 
     def _kl(self, row: Tensor, hidden: Tensor) -> float:
         reference, candidate = self._log_probs(hidden), self._log_probs(self._hidden(row))

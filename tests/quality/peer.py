@@ -62,7 +62,9 @@ class Task:
         """Return the ids as [size, tokens] batches; documents have one length."""
         lengths = {len(row) for row in self.ids}
         if len(lengths) != 1:
-            raise ValueError(f"calibration documents of {sorted(lengths)} tokens, not of one length")
+            raise ValueError(
+                f"calibration documents of {sorted(lengths)} tokens, not of one length"
+            )
         return list(torch.tensor(self.ids).split(size))
 
 

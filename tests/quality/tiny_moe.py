@@ -157,7 +157,9 @@ def fit(model: Any, rows: Tensor, steps: int) -> None:
         adam.zero_grad()
         if step % 25 == 0:
             seconds = time.monotonic() - began
-            print(f"step {step} loss {loss.item():.3f} {seconds:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"step {step} loss {loss.item():.3f} {seconds:.0f} s", file=sys.stderr, flush=True
+            )
 
 
 def train(out: Path, steps: int = STEPS) -> Trained:

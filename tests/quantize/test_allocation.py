@@ -190,10 +190,12 @@ def test_a_change_is_the_difference_of_two_points(seed: int) -> None:
     units = tuple(Unit(f"u{n}", (f"u{n}",), 16, "mlp") for n in range(4))
     problem = Problem(units, kl, pairs)
     formats = random.choice(FORMATS, 4).tolist()
-    unit, to = int(random.integers(4)), str(random.choice(FORMATS))
-    after = [to if n == unit else f for n, f in enumerate(formats)]
-    expected = problem.point(after).kl - problem.point(formats).kl
-    assert problem.change(formats, unit, to) == pytest.approx(expected, abs=1e-12)
+    changes = problem.changes(formats)
+    assert len(changes) == 4 * 2
+    for (unit, to), change in changes.items():
+        after = [to if n == unit else f for n, f in enumerate(formats)]
+        expected = problem.point(after).kl - problem.point(formats).kl
+        assert change == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_swap_stays_only_where_the_measured_kl_falls() -> None:

@@ -95,7 +95,7 @@ def test_estimates_agree_with_single_units(
 
 
 @pytest.mark.parametrize(
-    "case", ["gpt_oss", "qwen3_5_moe", "deepseek_v3", "llama4", "glm_moe_dsa", "gemma3"]
+    "case", ["gpt_oss", "qwen3_5_moe", "deepseek_v4", "llama4", "glm_moe_dsa", "nemotron_h"]
 )
 def test_the_way_back_is_that_of_autograd(bench: Any, tmp_path: Path, case: str) -> None:
     """A document's effects add up to <dL/dW, dW>, which one backward through the whole gives.
