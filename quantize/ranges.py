@@ -16,7 +16,7 @@ from torch import Tensor
 from onboard.checkpoint import nvfp4
 from onboard.checkpoint.matrices import Group, Matrix, range_groups
 
-# Tried beside 1 on the largest magnitude. Those above 1 stay below 2: a power of two rounds no scale
+# Tried beside 1 on the largest magnitude. None is 2 or more: a power of two rounds no scale
 # differently, but brings more of them below E4M3's smallest number.
 FACTORS = (1.25, 1.5, 1.75, 0.85, 0.7)
 ROWS = 512  # tokens sampled per range group
@@ -51,9 +51,11 @@ class Errors:
         There, a token that one magnitude dominates has next to no error: it may come to err as
         other tokens do, but not more, which would be saturation.
         """
-        allowed = (WORST_GROWTH * plain.largest).clamp(min=ROUNDING_ERROR)
-        worst_holds = self.sampled.max() <= WORST_GROWTH * plain.sampled.max()
-        return bool(worst_holds and (self.largest <= allowed).all())
+        worst, largest = (
+            (WORST_GROWTH * errors).clamp(min=ROUNDING_ERROR)
+            for errors in (plain.sampled.max(), plain.largest)
+        )
+        return bool((self.sampled <= worst).all() and (self.largest <= largest).all())
 
 
 def relative_errors(x: Tensor, limit: float) -> Tensor:
@@ -91,9 +93,14 @@ class Sample:
         self.factor: float | None = None
         self.amax = 0.0
         self._random = torch.Generator().manual_seed(0)
-        self._drawn = torch.empty(0)  # the random numbers of the tokens held
-        self._rows: Tensor | None = None  # [ROWS, in], filled up to the numbers of tokens drawn
-        self._largest: Tensor | None = None  # [up to LARGEST, in]
+        self._numbers = torch.empty(0)  # those of the tokens held
+        self._held = torch.empty(0)  # [ROWS, in], filled as far as there are numbers
+        self.largest = torch.empty(0)  # [at most LARGEST, in]
+
+    @property
+    def rows(self) -> Tensor:
+        """The tokens drawn so far, [at most ROWS, in]."""
+        return self._held[: len(self._numbers)]
 
     @torch.inference_mode()
     def add(self, rows: Tensor) -> None:
@@ -101,40 +108,39 @@ class Sample:
         if self.factor is not None:
             self.factor = 1.0
         elif len(rows):
+            if not len(self._held):
+                self._held = rows.new_empty(ROWS, rows.shape[-1])
+                self.largest = rows[:0]
             self._draw(rows)
-            self._keep_largest(rows)
+            self.largest = _largest(torch.cat((self.largest, _largest(rows))))
 
     def _draw(self, rows: Tensor) -> None:
-        if self._rows is None:
-            self._rows = rows.new_empty(ROWS, rows.shape[-1])
-        held = len(self._drawn)
-        drawn = torch.cat((self._drawn, torch.rand(len(rows), generator=self._random)))
-        stays = torch.zeros(len(drawn), dtype=torch.bool)
-        stays[drawn.topk(min(ROWS, len(drawn)), largest=False).indices] = True
+        held = len(self._numbers)
+        numbers = torch.cat((self._numbers, torch.rand(len(rows), generator=self._random)))
+        stays = torch.zeros(len(numbers), dtype=torch.bool)
+        stays[numbers.topk(min(ROWS, len(numbers)), largest=False).indices] = True
         new = stays[held:].nonzero()[:, 0]
-        left = (~stays[:held]).nonzero()[:, 0]
-        slots = torch.cat((left, torch.arange(held, held + len(new) - len(left))))
-        self._rows[slots] = rows[new]
-        self._drawn = torch.cat((self._drawn, torch.empty(len(new) - len(left))))
-        self._drawn[slots] = drawn[held:][new]
-
-    def _keep_largest(self, rows: Tensor) -> None:
-        sizes = torch.linalg.vector_norm(rows, torch.inf, dim=-1)
-        found = rows[sizes.topk(min(LARGEST, len(rows))).indices]
-        if self._largest is not None:
-            found = torch.cat((self._largest, found))
-        sizes = torch.linalg.vector_norm(found, torch.inf, dim=-1)
-        self._largest = found[sizes.topk(min(LARGEST, len(found))).indices]
+        freed = (~stays[:held]).nonzero()[:, 0]
+        added = len(new) - len(freed)
+        slots = torch.cat((freed, torch.arange(held, held + added)))
+        self._held[slots] = rows[new]
+        self._numbers = numbers[: held + added]
+        self._numbers[slots] = numbers[held:][new]
 
     @torch.inference_mode()
     def settle(self) -> None:
         """Choose the factor of what has been seen, if anything has, and let go of the tokens."""
-        if self.factor is not None or self._rows is None or self._largest is None:
+        if self.factor is not None or not len(self._numbers):
             return
-        self.amax = float(self._largest.abs().max())
-        rows = self._rows[: len(self._drawn)]
-        self.factor = best_factor(rows, self._largest, self.amax) if self.amax > 0 else 1.0
-        self._rows = self._largest = None
+        self.amax = float(self.largest.abs().max())
+        self.factor = best_factor(self.rows, self.largest, self.amax) if self.amax else 1.0
+        self._held = self.largest = self._numbers = torch.empty(0)
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the tokens with the largest magnitudes, [at most LARGEST, in]."""
+    sizes = torch.linalg.vector_norm(rows, torch.inf, dim=-1)
+    return rows[sizes.topk(min(LARGEST, len(rows))).indices]
 
 
 class RangeSearch:

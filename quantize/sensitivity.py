@@ -9,7 +9,8 @@ unit's rounded weights, what enters every layer, and what leaves the units of on
 
 A document's sum over t, squared, is right on average but a single number; single tokens' squares
 are many, but miss that a unit's errors at neighbouring tokens add up in what attention makes of
-them. Sums over `WINDOW` tokens are between: measured on SmolLM2, closest to what single units cost.
+them (they come out 15% low). Sums over `WINDOW` tokens are between: of windows of 1 to 256, those
+of 8 came closest to the KL of 28 units of SmolLM2 rounded one by one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from onboard.quantize.layers import save_whole
 from onboard.quantize.views import Views
 
 LOWER = ("nvfp4", "fp8")  # formats that change a weight
-WINDOW = 4  # tokens whose effects are summed before they are squared
+WINDOW = 8  # tokens whose effects are summed before they are squared
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def ours(source: Path, out: Path, rounding: str, workers: int) -> None:
     from onboard.checkpoint.reader import Reader
     from onboard.checkpoint.writer import write
     from onboard.modelconfig import read_config
-    from onboard.quantize.stage import Activations, plan_units
+    from onboard.quantize.units import Activations, plan_units
     from onboard.recipe import Adapt, Quantize
     from onboard.tensorplan import plan
 

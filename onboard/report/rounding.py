@@ -116,7 +116,7 @@ def _allocation(allocation: Row) -> dict[str, Any]:
         ],
         "limit": _limit(limit),
         "interactions": interactions,
-        "kinds": _kinds(interactions or {}),
+        "kinds": (interactions or {}).get("kinds") or [],
         "swaps": allocation.get("swaps") or [],
     }
 
@@ -203,10 +203,6 @@ def _unit(modules: Sequence[str]) -> str:
     return name if len(name) <= UNIT_LENGTH else name[: UNIT_LENGTH - 1] + "…"
 
 
-def _kinds(interactions: Row) -> list[dict[str, Any]]:
-    return [{"kind": name, **row} for name, row in (interactions.get("kinds") or {}).items()]
-
-
 # --- distillation
 
 
@@ -214,7 +210,7 @@ def _distillation(distillation: Row) -> dict[str, Any]:
     curve = distillation.get("curve") or []
     series = [
         (name, [(row["step"], row[key]) for row in curve if row.get(key) is not None])
-        for name, key in (("train", "train_kl"), ("held out", "held_out_kl"))
+        for name, key in (("train", "train_loss"), ("held out", "held_out_kl"))
     ]
     ends = [
         Bar(name, distillation[key])

@@ -65,7 +65,7 @@ class Task:
             raise ValueError(
                 f"calibration documents of {sorted(lengths)} tokens, not of one length"
             )
-        return list(torch.tensor(self.ids).split(size))
+        return list(torch.split(torch.tensor(self.ids), size))
 
 
 def seed() -> None:

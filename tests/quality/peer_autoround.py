@@ -6,7 +6,7 @@ rounding with N signed gradient steps a decoder layer.
 
 from __future__ import annotations
 
-from auto_round import AutoRound
+from auto_round import AutoRound  # type: ignore[import-not-found]
 from transformers import AutoTokenizer
 
 from tests.quality import peer

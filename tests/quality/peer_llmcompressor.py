@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from llmcompressor import oneshot
-from llmcompressor.modifiers.gptq import GPTQModifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.modifiers.transform.awq import AWQModifier
+from llmcompressor import oneshot  # type: ignore[import-not-found]
+from llmcompressor.modifiers.gptq import GPTQModifier  # type: ignore[import-not-found]
+from llmcompressor.modifiers.quantization import QuantizationModifier  # type: ignore[import-not-found]
+from llmcompressor.modifiers.transform.awq import AWQModifier  # type: ignore[import-not-found]
 from torch.utils.data import DataLoader
 
 from tests.quality import peer

@@ -89,10 +89,11 @@ def next_token_loss(output: Tensor, batch: Tensor) -> Tensor:
 
 def affordable_steps(task: Task, model: Any, batches: list[Tensor]) -> int:
     """Return how many batches kl_div can score: a forward per group, format and batch."""
-    with torch.no_grad():
-        logits(model, batches[0])
+    with torch.inference_mode():
+        reference = logits(model, batches[0]).log_softmax(-1)
         began = time.monotonic()
-        logits(model, batches[0]).log_softmax(-1)
+        candidate = logits(model, batches[0]).log_softmax(-1)
+        torch.nn.functional.kl_div(candidate, reference, log_target=True, reduction="sum")
         task.notes["forward_seconds"] = time.monotonic() - began
     layers = model.config.num_hidden_layers
     forwards = 2 * 4 * layers  # q/k/v, o, gate/up and down, in two formats

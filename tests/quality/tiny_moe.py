@@ -131,7 +131,7 @@ def evaluate(model: Any, rows: Tensor) -> tuple[float, list[list[float]]]:
     """Return the mean cross-entropy and the share of tokens routed to each expert, per layer."""
     losses = []
     chosen = torch.zeros(CONFIG["num_hidden_layers"], CONFIG["num_experts"])
-    for batch in rows.split(BATCH):
+    for batch in torch.split(rows, BATCH):
         out = model(input_ids=batch)
         flat = out.logits[:, :-1].flatten(0, 1)
         losses.append(torch.nn.functional.cross_entropy(flat, batch[:, 1:].flatten()))

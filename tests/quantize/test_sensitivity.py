@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +211,12 @@ def test_units_are_what_an_engine_gives_one_format(bench: Any, qwen3_moe_twin: P
     assert fused.active == 1.0
 
 
+@pytest.fixture
+def windows_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sensitivity, "WINDOW", 4)
+
+
+@pytest.mark.usefixtures("windows_of_four")
 def test_windows_are_summed_before_they_are_squared() -> None:
     """Five tokens, of which four predict: windows of 4 and 1; two draws count as one on average."""
     effects = torch.tensor([[[1.0, 2, 3, 4, 5]], [[1.0, 1, 1, 1, 0]]]).unsqueeze(-1)
@@ -221,10 +225,23 @@ def test_windows_are_summed_before_they_are_squared() -> None:
     assert float(gram) == pytest.approx(((10**2 + 5**2) + 4**2) / 2 / 4)
 
 
-def test_mappings_are_of_every_lower_format() -> None:
-    effects: Mapping[str, list[Tensor]] = {f: [torch.ones(1, 2, 5, 3)] for f in sensitivity.LOWER}
+@pytest.mark.usefixtures("windows_of_four")
+def test_documents_count_by_their_tokens() -> None:
+    """Two documents of 5 tokens, and one of 9: sums (4, 1) twice and (4, 4, 1), over 4 and 8."""
+    batches = [torch.ones(1, 2, 5, 3), torch.ones(1, 1, 9, 3)]
     units = tuple(Unit(f"u{n}", (f"u{n}",), 1, "mlp") for n in range(3))
-    found = sensitivity._summed_up(units, effects)
-    assert json.dumps(sorted(found.kl)) == '["fp8", "nvfp4"]'
-    assert found.tokens == (4, 4)
-    assert found.kl["fp8"].tolist() == pytest.approx([(16 + 1) / 4 / 2] * 3)
+    found = sensitivity._summed_up(units, dict.fromkeys(sensitivity.LOWER, batches))
+    assert found.tokens == (4, 4, 8)
+    assert found.gram[:, 0, 0].tolist() == pytest.approx([17 / 4, 17 / 4, 33 / 8])
+    assert found.kl["fp8"].tolist() == pytest.approx([(17 + 17 + 33) / 16 / 2] * 3)
+
+
+def test_signed_gradients_have_the_fisher_information_for_covariance() -> None:
+    """With an identity for a head, a gradient at a state is v itself, and E[v vᵀ] = F."""
+    head = sensitivity.Head(torch.eye(4), 4)
+    states = torch.tensor([[[2.0, 0.5, 0.0, -1.0], [1.0, 1.0, 1.0, 1.0]]])
+    drawn = sensitivity._signed(head, states, 20_000, torch.Generator().manual_seed(0))
+    p = states[0, 0].softmax(-1)
+    covariance = drawn[:, 0, 0].T @ drawn[:, 0, 0] / len(drawn)
+    assert torch.allclose(covariance, torch.diag(p) - torch.outer(p, p), atol=0.01)
+    assert not drawn[:, 0, 1].any(), "the last token predicts nothing"

@@ -314,18 +314,18 @@ def _allocation(rng: random.Random) -> dict[str, Any]:
                 "chosen": step == 4,
             }
         )
-    kinds = {
-        "adjacent_layers": {"mean_cosine": 0.0061, "sd": 0.031, "pairs": 88},
-        "same_layer": {"mean_cosine": 0.0147, "sd": 0.044, "pairs": 72},
-        "any": {"mean_cosine": 0.0028, "sd": 0.025, "pairs": 1128},
-    }
+    kinds = [
+        _kind("adjacent layers", 88, 0.0061, 0.031, 0.21),
+        _kind("same layer", 72, 0.0147, 0.044, 0.52),
+        _kind("distant layers", 1128, 0.0028, 0.025, 0.05),
+    ]
     swap = {"up": "model.layers.3.mlp.down_proj", "down": "model.layers.11.self_attn.qkv"}
     return {
         "limit": {"name": "bits", "value": 6.0},
         "groups": _groups(rng),
         "front": front,
         "interactions": {
-            "split_half_correlation": 0.27, "reliability": 0.43, "used": False, "kinds": kinds,
+            "used": True, "won": False, "halves": 20, "reliable_from": 0.5, "kinds": kinds,
         },
         "swaps": [
             {**swap, "kl_before": 0.0236, "kl_after": 0.0229, "accepted": True},
@@ -334,13 +334,27 @@ def _allocation(rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _kind(name: str, pairs: int, mean: float, sd: float, agreement: float) -> dict[str, Any]:
+    reliability = 2 * agreement / (1 + agreement)
+    return {
+        "name": name,
+        "pairs": pairs,
+        "cosine_mean": mean,
+        "cosine_sd": sd,
+        "correlation": agreement,
+        "agreement": agreement,
+        "reliability": reliability,
+        "used": reliability >= 0.5,
+    }
+
+
 def _distillation(rng: random.Random) -> dict[str, Any]:
     curve = [
         {
             "step": step,
             "tokens": step * 1024,
             "seconds": step * 4.7,
-            "train_kl": 0.041 + 0.02 * math.exp(-step / 90) + rng.uniform(-0.002, 0.002),
+            "train_loss": 0.041 + 0.02 * math.exp(-step / 90) + rng.uniform(-0.002, 0.002),
             "held_out_kl": 0.0487 + 0.0134 * math.exp(-step / 70) if step % 32 == 0 else None,
         }
         for step in range(0, 321, 16)

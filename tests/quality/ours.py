@@ -1,0 +1,129 @@
+"""Our half of the comparison: the quantize stage's own code, a checkpoint per method or budget."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from onboard import adapt, source
+from onboard.checkpoint.reader import Reader
+from onboard.data import stage as data
+from onboard.quantize import budget, calibrate, written
+from onboard.quantize.making import Maker
+from onboard.recipe import Adapt, Calibrate, Quantize, Recipe, resolve
+from tests.conftest import Bench, commit
+
+DOCUMENTS = {
+    "calibration_documents": 64,
+    "selection_documents": 24,
+    "evaluation_documents": 40,
+    "distillation_documents": 256,
+    "training_prompts": 1,
+    "evaluation_prompts": 1,
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A checkpoint: where its weights lie dequantized, its size, and what it took to make."""
+
+    weights: Path
+    seconds: float
+    select_seconds: float | None
+    bytes: int
+    nvfp4_share: float
+    input_scales: Mapping[str, float] | None
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A model with its documents, calibrated; `make` quantizes it as a recipe would."""
+
+    folder: Path
+    bench: Bench
+    recipe: Recipe
+    timed: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: str, folder: Path) -> Workshop:
+        """Prepare `model`, any recipe or checkpoint folder; what is there is used again."""
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = [f"data.{name}={count}" for name, count in DOCUMENTS.items()]
+        shop = cls(folder, Bench(folder), resolve(model, settings))
+        shop._stage("source", source.run, shop.recipe.source)
+        shop._stage("adapt", adapt.run, Adapt())
+        shop._stage("data", data.run, shop.recipe.data)
+        shop._stage("calibrate", calibrate.run, Calibrate())
+        return shop
+
+    @property
+    def model(self) -> Path:
+        return source.root(self.bench.artifacts["source"])
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        return list(self.bench.artifacts["data"].lines(f"{name}.jsonl"))
+
+    def ids(self, name: str) -> list[list[int]]:
+        return [row["ids"] for row in self.rows(name)]
+
+    def _stage(self, name: str, function: Any, section: Any) -> None:
+        done = self.folder / f"{name}.done"
+        if done.exists():
+            self.bench.artifacts[name] = commit(self.folder / name)
+            return
+        before = time.monotonic()
+        self.bench.run(name, function, section)
+        self.timed[name] = time.monotonic() - before
+        done.touch()
+
+    def make(self, name: str, method: str, **params: Any) -> Point:
+        """Quantize by a method in a scratch of its own; `params` are those of the section."""
+        section = Quantize(method=method, batch_size=8, **params)  # type: ignore[arg-type]
+        self.bench.folder = self.folder / name
+        self.bench.folder.mkdir(exist_ok=True)
+        (self.bench.folder / "quantize").mkdir(exist_ok=True)
+        maker = Maker.of(self.bench.job("quantize", section, again=True))
+        begun = time.monotonic()
+        formats = budget.allocate(maker).formats
+        selected = time.monotonic()
+        made = maker.make(method, formats)
+        seconds = time.monotonic() - begun
+        selection = selected - begun if section.budget.limit else None
+        found = written.metrics(
+            maker.adaptation, maker.groups, made.checkpoint, made.notes, formats
+        )
+        parameters = sum(matrix.parameters for group in maker.groups for matrix in group)
+        reader = Reader.open(made.checkpoint)
+        weights = {
+            f"{matrix.module}.weight": reader.weight(f"{matrix.module}.weight").float()
+            for group in maker.groups
+            for matrix in group
+        }
+        norms = {n: reader.weight(n).float() for n in reader.weights if "norm" in n}  # of qad
+        save_file({**weights, **norms}, self.folder / f"{name}.safetensors")
+        return Point(
+            self.folder / f"{name}.safetensors",
+            seconds,
+            selection,
+            round(found["effective_bits"] * parameters / 8),
+            found["weights_nvfp4_share"],
+            {n: float(s) for n, s in reader.input_scales().items()} or None,
+        )
+
+
+def calibration_file(shop: Workshop) -> Path:
+    """Write the ids that all peers calibrate on: ours."""
+    path = shop.folder / "calibration.json"
+    path.write_text(json.dumps([i for i in shop.ids("calibration") if len(i) == 256]))
+    return path
+
+
+def code_rows(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return which documents are code."""
+    return [n for n, row in enumerate(rows) if row["domain"] == "code"]
