@@ -120,7 +120,7 @@ class Calibrate(Section):
 
     batch_size: int = Field(8, ge=1)
     unseen_experts: Literal["layer_max", "error"] = "layer_max"
-    ranges: Literal["max", "search"] = "search"  # NVFP4's: the largest magnitude, or near it
+    ranges: Literal["max", "search"] = "max"  # NVFP4's: the largest magnitude, or near it
     kv_cache: Literal["fp8"] | None = None  # ranges of keys and values, written as scales
     gates: CalibrateGates = CalibrateGates()
 

@@ -85,14 +85,13 @@ def rounded(weight: Tensor, fitted: Tensor, judges: Tensor, grid: Grid) -> Round
     damping with the least error on the judges, tried on a sample of rows that was rounded for the
     other tokens; then all is rounded for all tokens.
     """
-    height = weight.shape[1]
+    height, times = weight.shape[1], len(DAMPINGS)
     rows = torch.linspace(0, height - 1, min(SAMPLE_ROWS, height)).long().to(weight.device)
-    sample = weight[:, rows]
-    errors = [
-        output_error(compensate(sample, damped(fitted, damping), grid)[0] - sample, judges)
-        for damping in DAMPINGS
-    ]
-    chosen = torch.tensor(DAMPINGS, device=weight.device)[torch.stack(errors).argmin(0)]
+    sample = weight[:, rows].repeat(times, 1, 1)
+    trials = torch.cat([damped(fitted, damping) for damping in DAMPINGS])
+    tried, _ = compensate(sample, trials, grid.repeat(times), polishes=0)
+    errors = output_error(tried - sample, judges.repeat(times, 1, 1)).reshape(times, -1)
+    chosen = torch.tensor(DAMPINGS, device=weight.device)[errors.argmin(0)]
     return Rounded(*compensate(weight, damped(fitted + judges, chosen), grid), chosen)
 
 
@@ -121,7 +120,9 @@ def damped(hessian: Tensor, share: float | Tensor) -> Tensor:
     return hessian + torch.diag_embed(level[..., None].expand_as(diagonal))
 
 
-def compensate(weight: Tensor, hessian: Tensor, grid: Grid) -> tuple[Tensor, list[Tensor]]:
+def compensate(
+    weight: Tensor, hessian: Tensor, grid: Grid, polishes: int = POLISHES
+) -> tuple[Tensor, list[Tensor]]:
     """Round [B, out, in] f32 column by column, then polish; return the values and steps.
 
     `hessian` [B, in, in] is positive definite. The grid finds a block's step when its turn comes,
@@ -151,7 +152,8 @@ def compensate(weight: Tensor, hessian: Tensor, grid: Grid) -> tuple[Tensor, lis
             rest[..., end:last] -= done @ upper[:, begin:end, end:last]
             steps.append(step)
         rest[..., last:] -= errors @ upper[:, first:last, last:]
-    polish(values, weight, hessian, grid, steps)
+    for _ in range(polishes):
+        polish(values, weight, hessian, grid, steps)
     return values, steps
 
 
@@ -163,15 +165,14 @@ def polish(
     With G = (Q - W) H, the best value of column j, all others as they are, is q_j - G_j / H_jj.
     """
     curvature = hessian.diagonal(dim1=-2, dim2=-1)[:, None]
-    for _ in range(POLISHES):
-        slope = (values - weight) @ hessian
-        for first in range(0, weight.shape[-1], LAZY):
-            last = min(first + LAZY, weight.shape[-1])
-            moves = torch.empty_like(values[..., first:last])
-            for column in range(first, last):
-                now = values[..., column].clone()
-                best = now - slope[..., column] / curvature[..., column]
-                values[..., column] = grid.nearest(best, steps[column // BLOCK])
-                move = moves[..., column - first] = values[..., column] - now
-                slope[..., first:last] += move[..., None] * hessian[:, column, None, first:last]
-            slope[..., last:] += moves @ hessian[:, first:last, last:]
+    slope = (values - weight) @ hessian
+    for first in range(0, weight.shape[-1], LAZY):
+        last = min(first + LAZY, weight.shape[-1])
+        moves = torch.empty_like(values[..., first:last])
+        for column in range(first, last):
+            now = values[..., column].clone()
+            best = now - slope[..., column] / curvature[..., column]
+            values[..., column] = grid.nearest(best, steps[column // BLOCK])
+            move = moves[..., column - first] = values[..., column] - now
+            slope[..., column:last] += move[..., None] * hessian[:, column, None, column:last]
+        slope[..., last:] += moves @ hessian[:, first:last, last:]

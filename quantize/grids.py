@@ -21,6 +21,9 @@ Packed = dict[str, Tensor]  # `weight`, `weight_scale` and, in NVFP4, `weight_sc
 class Grid(Protocol):
     """Numbers at multiples of a step, which 16 inputs of an output share."""
 
+    def repeat(self, times: int) -> Grid:
+        """Return the grid of a batch that is repeated."""
+
     def step(self, weights: Tensor, importance: Tensor) -> Tensor:
         """Return the step f32 [B, out] of a block: weights [B, out, 16], importance [B, 1, 16]."""
 
@@ -36,6 +39,9 @@ class NvFp4:
     """E2M1 numbers times an E4M3 scale per block, which is searched, times `scale_2` f32 [B]."""
 
     scale_2: Tensor
+
+    def repeat(self, times: int) -> NvFp4:
+        return NvFp4(self.scale_2.repeat(times))
 
     def step(self, weights: Tensor, importance: Tensor) -> Tensor:
         """The step with the least squared error, each input weighted by its importance."""
@@ -66,6 +72,9 @@ class Fp8:
     """E4M3 numbers times `scale` f32 [B]."""
 
     scale: Tensor
+
+    def repeat(self, times: int) -> Fp8:
+        return Fp8(self.scale.repeat(times))
 
     def step(self, weights: Tensor, importance: Tensor) -> Tensor:
         return self.scale[:, None].expand(weights.shape[:-1])

@@ -33,10 +33,10 @@ class Views:
         """
         whole = self.parameter(point.parameter).data
         one = whole if point.expert is None else whole[point.expert]
+        if matrix.expert is not None:  # a square one tells by its source alone how it lies
+            return (one.T if matrix.transposed else one)[matrix.outputs]
         if one.shape == matrix.shape:
             return one
-        if matrix.expert is not None:
-            return (one.T if matrix.transposed else one)[matrix.outputs]
         stacked = one if one.shape[1] == matrix.shape[1] else one.T
         place = (point.parameter, matrix.module.rpartition(".")[2])
         if place not in self.offsets:

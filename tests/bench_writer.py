@@ -127,7 +127,7 @@ def _measurements(path: Path, matrices: Iterable[Any]) -> None:
     from safetensors.torch import save_file
 
     moments = {f"{m.module}.second_moment": torch.rand(m.shape[1]) + 0.1 for m in matrices}
-    save_file({**moments, **{k.replace("second_moment", "amax"): torch.tensor(8.0)
+    save_file({**moments, **{k.replace("second_moment", "range"): torch.tensor(8.0)
                              for k in moments}}, path)  # fmt: skip
 
 

@@ -33,6 +33,15 @@ class Candidate:
     input_scales: Mapping[str, float] | None = None
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Per document: mean KL(reference || candidate) in nats a token, and the candidate's share of
+    next tokens guessed right (its most likely token is the document's)."""
+
+    kl: list[float]
+    accuracy: list[float]
+
+
 class Reference:
     """A model in f32 and its hidden states [tokens, hidden] of each evaluation document."""
 
@@ -102,23 +111,23 @@ class Reference:
             for handle in handles:
                 handle.remove()
 
-    def kl(self, candidate: Candidate) -> list[float]:
-        """Return the mean over tokens of KL(reference || candidate) in nats, per document."""
+    def measure(self, candidate: Candidate) -> Measured:
+        """Return KL (full vocabulary, f32) and next-token accuracy of each document."""
         with (
             torch.inference_mode(),
             self.swapped(candidate.weights),
             self.quantized_inputs(candidate.input_scales or {}),
         ):
-            return [
-                self._kl(row, hidden) for row, hidden in zip(self.ids, self.hidden, strict=True)
-            ]
+            rows = [self._compare(*pair) for pair in zip(self.ids, self.hidden, strict=True)]
+        return Measured([kl for kl, _ in rows], [accuracy for _, accuracy in rows])
 
-    def _kl(self, row: Tensor, hidden: Tensor) -> float:
+    def _compare(self, row: Tensor, hidden: Tensor) -> tuple[float, float]:
         reference, candidate = self._log_probs(hidden), self._log_probs(self._hidden(row))
         per_token = torch.nn.functional.kl_div(
             candidate, reference, reduction="none", log_target=True
         ).sum(-1)
-        return float(per_token.mean())
+        right = candidate[:-1].argmax(-1) == row[0, 1:]
+        return float(per_token.mean()), float(right.float().mean())
 
 
 def divergences(
@@ -133,4 +142,4 @@ def divergences(
     against = Reference(reference, ids)
     as_candidates = {n: c if isinstance(c, Candidate) else Candidate(c)
                      for n, c in candidates.items()}  # fmt: skip
-    return {name: against.kl(candidate) for name, candidate in as_candidates.items()}
+    return {name: against.measure(candidate).kl for name, candidate in as_candidates.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,19 +83,22 @@ class Workshop:
         self.timed[name] = time.monotonic() - before
         done.touch()
 
-    def make(self, name: str, method: str, **params: Any) -> Point:
-        """Quantize by a method in a scratch of its own; `params` are those of the section."""
+    def make(self, name: str, method: str, beside: str | None = None, **params: Any) -> Point:
+        """Quantize by a method; `params` are those of the section.
+
+        What another point, `beside`, made on the way is used again, and its time not counted. All
+        budgets share one measurement of sensitivities, whose time counts for each of them.
+        """
         section = Quantize(method=method, batch_size=8, **params)  # type: ignore[arg-type]
-        self.bench.folder = self.folder / name
+        self.bench.folder = self.folder / (beside or name)
         self.bench.folder.mkdir(exist_ok=True)
-        (self.bench.folder / "quantize").mkdir(exist_ok=True)
         maker = Maker.of(self.bench.job("quantize", section, again=True))
+        measuring = self._sensitivities(maker) if section.budget.limit else 0.0
         begun = time.monotonic()
         formats = budget.allocate(maker).formats
-        selected = time.monotonic()
+        selection = time.monotonic() - begun + measuring if section.budget.limit else None
         made = maker.make(method, formats)
-        seconds = time.monotonic() - begun
-        selection = selected - begun if section.budget.limit else None
+        seconds = time.monotonic() - begun + measuring
         found = written.metrics(
             maker.adaptation, maker.groups, made.checkpoint, made.notes, formats
         )
@@ -115,6 +119,19 @@ class Workshop:
             found["weights_nvfp4_share"],
             {n: float(s) for n, s in reader.input_scales().items()} or None,
         )
+
+    def _sensitivities(self, maker: Maker) -> float:
+        """Put the sensitivities into the scratch; return the seconds that measuring them took."""
+        own = maker.job.scratch / "sensitivities.safetensors"
+        kept, note = self.folder / own.name, self.folder / "sensitivities.json"
+        if not kept.exists():
+            begun = time.monotonic()
+            budget.measure(maker)
+            note.write_text(json.dumps(time.monotonic() - begun))
+            shutil.copy(own, kept)
+        else:
+            shutil.copy(kept, own)
+        return float(json.loads(note.read_text()))
 
 
 def calibration_file(shop: Workshop) -> Path:

@@ -40,14 +40,14 @@ def weight_only(settings: Settings) -> Settings:
     return changed
 
 
-def gptq_recipe() -> Settings:
-    """Return the recipe nvfp4_default-kv_none-gptq without inputs: layer after layer.
+def gptq_recipe(layerwise: bool) -> Settings:
+    """Return the recipe nvfp4_default-kv_none-gptq without inputs: layer after layer, or at once.
 
     `fused` names the same update, a column at a time, which modelopt_cpu gives to the CPU.
     """
     settings = weight_only(mtq.NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG)  # static block scales too
-    settings["algorithm"] = {"method": "gptq", "fused": True, "layerwise": {"enable": True}}
-    return settings
+    algorithm = {"method": "gptq", "fused": True, "layerwise": {"enable": layerwise}}
+    return {**settings, "algorithm": algorithm}
 
 
 PRESETS: dict[str, Callable[[], Settings]] = {
@@ -56,7 +56,8 @@ PRESETS: dict[str, Callable[[], Settings]] = {
     "awq_lite": lambda: weight_only(mtq.NVFP4_AWQ_LITE_CFG),
     "local_hessian": lambda: weight_only(mtq.NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG),
     "local_hessian_w4a4": lambda: mtq.NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG,
-    "gptq": gptq_recipe,
+    "gptq": lambda: gptq_recipe(layerwise=True),
+    "gptq_at_once": lambda: gptq_recipe(layerwise=False),
 }
 
 

@@ -66,6 +66,16 @@ class Outcome:
         """All linears with their scales: 4.5 bits a weight in NVFP4, 8 in FP8, 16 in BF16."""
         return int(self.meta.get("bytes", 0))
 
+    @property
+    def nvfp4_share(self) -> float:
+        """The share of all linears' weights that are in NVFP4."""
+        return float(self.meta.get("nvfp4_share", 0.0))
+
+    @property
+    def input_scales(self) -> Mapping[str, float] | None:
+        """The input scale of every linear by module in W4A4; None where weights only."""
+        return self.meta.get("input_scales") or None
+
 
 def autoquantize(method: str, bits: int, timeout: float) -> Peer:
     title = f"ModelOpt AutoQuantize {method}, {bits} bits"
@@ -77,7 +87,8 @@ PEERS = (
     Peer("modelopt", "w4a16", "ModelOpt W4A16_NVFP4_CFG"),
     Peer("modelopt", "awq_lite", "ModelOpt NVFP4_AWQ_LITE_CFG"),
     Peer("modelopt", "local_hessian", "ModelOpt local Hessian"),
-    Peer("modelopt", "gptq", "ModelOpt GPTQ"),
+    Peer("modelopt", "gptq", "ModelOpt GPTQ recipe, layer after layer"),
+    Peer("modelopt", "gptq_at_once", "ModelOpt GPTQ, all layers at once"),
     *(autoquantize("gradient", bits, 600) for bits in (5, 6, 8)),
     *(autoquantize("kl_div", bits, 1200) for bits in (5, 6, 8)),
     Peer("llmcompressor", "rtn", "llm-compressor RTN"),

@@ -27,12 +27,14 @@ class Written:
     `weights` holds f32 by parameter name: every quantized linear, dequantized, and every other
     tensor whose values differ from the source's (AWQ moves scales into norms). `formats` names
     each linear `nvfp4`, `fp8` or `bf16`; `bytes` counts all linears with their scales, an
-    unquantized one at the source's own width. `input_scales` are those of W4A4.
+    unquantized one at the source's own width, and `nvfp4_share` is that of their weights which are
+    NVFP4. `input_scales` are those of W4A4.
     """
 
     weights: dict[str, Tensor]
     formats: dict[str, str]
     bytes: int
+    nvfp4_share: float
     input_scales: dict[str, float]
 
 
@@ -129,14 +131,20 @@ def read(folder: Path, source: Path) -> Written:
     for name in sorted(rest & set(theirs)):
         if not torch.equal(theirs[name].float(), ours[name].float()):
             weights[name] = theirs[name].float()
-    return Written(weights, formats, size, input_scales)
+    return Written(weights, formats, size, _nvfp4_share(ours, formats), input_scales)
+
+
+def _nvfp4_share(source: dict[str, Tensor], formats: dict[str, str]) -> float:
+    numbers = {module: source[f"{module}.weight"].numel() for module in formats}
+    return sum(n for m, n in numbers.items() if formats[m] == "nvfp4") / sum(numbers.values())
 
 
 def describe(written: Written) -> dict[str, object]:
-    """Return what meta.json says about it: formats, bytes, the share of weights in NVFP4."""
+    """Return what meta.json says about it."""
     return {
         "formats": written.formats,
         "bytes": written.bytes,
+        "nvfp4_share": written.nvfp4_share,
         "input_scales": written.input_scales,
     }
 

@@ -60,15 +60,12 @@ def test_without_correlation_compensation_is_the_sweep() -> None:
     assert torch.equal(found[0], swept(weight, moment))
 
 
-def test_columns_beyond_one_lazy_block_are_compensated_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_columns_beyond_one_lazy_block_are_compensated_too() -> None:
     """Against the textbook loop: a column at a time, every later column moved at once."""
-    monkeypatch.setattr(compensation, "POLISHES", 0)
     width = 2 * compensation.LAZY
     x, weight = inputs(1024, width), torch.randn(8, width)
     hessian = damped(x.T @ x, 0.01)
-    found, steps = compensate(weight[None], hessian[None], nvfp4_grid(weight))
+    found, steps = compensate(weight[None], hessian[None], nvfp4_grid(weight), polishes=0)
     upper = torch.linalg.cholesky(torch.linalg.inv(hessian.double()), upper=True).float()
     rest, step = weight.clone(), torch.stack([s[0] for s in steps], 1).repeat_interleave(16, 1)
     expected = torch.empty_like(weight)
@@ -80,15 +77,12 @@ def test_columns_beyond_one_lazy_block_are_compensated_too(
     assert float((found[0] != expected).float().mean()) < 0.01, "fp32 may tip single values"
 
 
-def test_polishing_never_raises_the_error_and_ends_where_no_single_column_helps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_polishing_never_raises_the_error_and_ends_where_no_single_column_helps() -> None:
     x, weight = inputs(512, 64), torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     hessian, grid = damped(x.T @ x, 0.003), nvfp4_grid(weight)
     errors = []
     for rounds in (0, 1, 2, 50):
-        monkeypatch.setattr(compensation, "POLISHES", rounds)
-        found, steps = compensate(weight[None], hessian[None], grid)
+        found, steps = compensate(weight[None], hessian[None], grid, polishes=rounds)
         errors.append(output_error(found[0] - weight, hessian))
     assert errors[0] > errors[1] >= errors[2] >= errors[3]
     for column in range(64):
