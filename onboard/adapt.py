@@ -191,8 +191,7 @@ def experts(config: ModelConfig, tensors: Plan) -> dict[str, Any] | None:
     if not names:
         return None
     rules = config.rules.fused_experts
-    names_in_config = namespace(config.rules, config.raw)
-    used = int(evaluate(config.rules.experts_per_token, names_in_config, "experts per token"))
+    used = _experts_per_token(config)
     fused = [n for n in names if len(tensors[n].shape) == 3 and last_part(n) in rules]
     if fused:
         layouts = {last: asdict(rules[last]) for last in sorted({last_part(n) for n in fused})}
@@ -200,6 +199,15 @@ def experts(config: ModelConfig, tensors: Plan) -> dict[str, Any] | None:
         return {"layout": "fused", "count": count, "per_token": used, "fused": layouts}
     numbers = {match[1] for name in names if (match := re.search(r"\.experts\.(\d+)\.", name))}
     return {"layout": "separate", "count": len(numbers), "per_token": used, "fused": {}}
+
+
+def _experts_per_token(config: ModelConfig) -> int | None:
+    """Return what config.json says, None where it is silent: only budgets for speed need it."""
+    try:
+        names = namespace(config.rules, config.raw)
+        return int(evaluate(config.rules.experts_per_token, names, "experts per token"))
+    except InputError:
+        return None
 
 
 def metrics(config: ModelConfig, tensors: Plan) -> dict[str, float]:

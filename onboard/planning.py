@@ -25,7 +25,10 @@ from onboard.source import kind_of
 
 Facts = dict[str, Any]
 
-ROUNDING_PASSES = 5  # forward passes of the sequential rounding: one wanted, trials, one rounded
+PASSES = {"gptq": 1, "sequential": 5}  # forward, of the calibration documents: wanted, trials, last
+SENSITIVITY_PASSES = 5  # forward and back through the source, and every unit's part again
+DISTILLATION_PASSES = 4  # teacher, student, back through the student
+METHODS = ("rtn", "sweep", "gptq", "sequential")
 STEP_WIDTHS = 8  # hidden sizes that the inputs of a layer's matrices are wide, about
 AUX_STATES = 3  # hidden states that an EAGLE-3 head reads, beside the last one
 BF16, FP32 = 2, 4  # bytes
@@ -197,7 +200,8 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
     evaluated = data.evaluation_documents * data.tokens_per_document
     evaluated += recipe.fidelity.task_documents * TASK_TOKENS
     answered = recipe.features
-    rounded = int(recipe.quantize.method == "sequential")
+    methods = methods_of(recipe)
+    rounded = sum(method in PASSES for method in methods)
     documents = min(recipe.quantize.documents, data.calibration_documents)
     compensated = documents * data.tokens_per_document
     kept_inputs = compensated * (STEP_WIDTHS * FP32 + 2 * BF16) * hidden
@@ -224,9 +228,9 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
         work("calibrate", layer + calibrated * state, flops=forward * calibrated),
         work(
             "quantize",
-            3 * FP32 * largest_matrix(held) + rounded * (layer + kept_inputs),
-            candidate * (1 + rounded),  # finished layers, then the checkpoint
-            flops=rounded * ROUNDING_PASSES * forward * compensated,
+            3 * FP32 * largest_matrix(held) + min(1, rounded) * (layer + kept_inputs),
+            candidate * (len(methods) + rounded),  # finished layers, and a checkpoint a method
+            flops=forward * quantize_tokens(recipe, compensated),
             packed_bytes=sizes["nvfp4_parameters"] * BF16,
         ),
         work(
@@ -251,9 +255,36 @@ def reads_of(stage: str, recipe: Recipe) -> Reads:
     """Return the reads of a stage, which its settings may change."""
     if stage == "features" and recipe.features.target == "source":
         return Reads(source=READS[stage].candidate)
-    if stage == "quantize" and recipe.quantize.method == "sequential":
-        return Reads(source=2)  # a layer at a time to round, then to copy what stays
+    if stage == "quantize":
+        methods, has_budget = methods_of(recipe), recipe.quantize.budget.limit is not None
+        measured = (len(methods) if len(methods) > 1 else 0) + has_budget
+        # A layer at a time to round, then to copy what stays; forward and back for sensitivities.
+        rounded = sum(method in PASSES or method == "qad" for method in methods)
+        source = len(methods) + rounded + 2 * has_budget + (measured > 0)
+        return Reads(source=source, candidate=measured)
     return READS[stage]
+
+
+def methods_of(recipe: Recipe) -> tuple[str, ...]:
+    """Return the methods by which the quantize stage makes checkpoints, at most."""
+    method = recipe.quantize.method
+    if method == "qad":
+        return ("sequential", "qad")
+    if method != "auto":
+        return (method,)
+    return (*METHODS, "qad") if recipe.data.distillation_documents else METHODS
+
+
+def quantize_tokens(recipe: Recipe, compensated: int) -> int:
+    """Return the tokens of forward passes that rounding, budgets and distillation come to."""
+    methods, data, params = methods_of(recipe), recipe.data, recipe.quantize
+    tokens = sum(PASSES.get(method, 0) for method in methods) * compensated
+    if params.budget.limit is not None:
+        tokens += SENSITIVITY_PASSES * params.budget.documents * data.tokens_per_document
+    if "qad" in methods:
+        taught = data.distillation_documents * data.tokens_per_document
+        tokens += DISTILLATION_PASSES * taught * params.distill.epochs
+    return tokens
 
 
 def largest_layer(held: Inventory) -> int:

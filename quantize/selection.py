@@ -78,13 +78,13 @@ class Selection:
         def compared(batch: Batch) -> Callable[[], list[float]]:
             def run() -> list[float]:
                 hidden = last_hidden(runner.model, batch.ids, runner.fresh_cache())
-                device = head.weight.device
-                sides = (
-                    (states[str(batch.number)].to(device), source_head),
-                    (hidden.to(device), head),
-                )
-                kl = compare(*sides, batch.targets.to(device)).kl
-                return [float(part.sum()) for part in kl.split([len(i) - 1 for i in batch.ids])]
+                sides = (states[str(batch.number)], source_head), (hidden, head)
+                kl, ends = compare(*sides, batch.targets).kl, 0
+                sums = []
+                for ids in batch.ids:
+                    begin, ends = ends, ends + len(ids) - 1
+                    sums.append(float(kl[begin:ends].sum()))
+                return sums
 
             return run
 

@@ -104,14 +104,18 @@ def affordable_steps(task: Task, model: Any, batches: list[Tensor]) -> int:
 
 @contextmanager
 def timed_scoring(task: Task, searcher: Any) -> Iterator[None]:
-    """Time the scoring inside; scores reused from another budget count what they took then."""
+    """Time the scoring inside; scores reused from another budget count what they took then.
+
+    Notes whether they are reused, their seconds and how many batches and documents they saw.
+    """
     path = task.out.parent / f"{searcher.method_name}-scoring.json"
     estimate = searcher.estimate_sensitivity_scores
 
     def timed(self: Any) -> None:
         with task.timed("score_seconds"):
             estimate(self)
-        path.write_text(json.dumps(task.notes["score_seconds"]))
+        scored = {n: v for n, v in task.notes.items() if n.startswith("score_")}
+        path.write_text(json.dumps(scored))
 
     searcher.estimate_sensitivity_scores = timed
     try:
@@ -119,7 +123,7 @@ def timed_scoring(task: Task, searcher: Any) -> Iterator[None]:
     finally:
         searcher.estimate_sensitivity_scores = estimate
     task.notes["scores_reused"] = "score_seconds" not in task.notes
-    task.notes["score_seconds"] = json.loads(path.read_text())
+    task.notes.update(json.loads(path.read_text()))
 
 
 @contextmanager
@@ -146,6 +150,8 @@ def autoquantize(task: Task, model: Any) -> Any:
     kl_div = method == "kl_div"
     batches = task.batches(1 if kl_div else peer.BATCH)
     steps = affordable_steps(task, model, batches) if kl_div else len(batches)
+    task.notes["score_steps"] = steps
+    task.notes["score_documents"] = sum(len(b) for b in batches[:steps])
     searcher = SEARCHERS[method]
     with task.timed("seconds"), timed_scoring(task, searcher), timed_search(task, searcher):
         model, state = mtq.auto_quantize(
@@ -164,8 +170,6 @@ def autoquantize(task: Task, model: Any) -> Any:
             method=method,
             checkpoint=str(task.out.parent / f"autoquantize-{method}.pth"),
         )
-    task.notes["score_steps"] = steps
-    task.notes["score_documents"] = sum(len(b) for b in batches[:steps])
     task.notes["select_seconds"] = task.notes["score_seconds"] + task.notes["search_seconds"]
     task.notes["claimed_bits"] = float(state["best"]["constraints"]["effective_bits"])
     task.notes["satisfied"] = bool(state["best"]["is_satisfied"])
