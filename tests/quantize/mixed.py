@@ -36,7 +36,7 @@ def calibrated(bench: Any, twin: Path, documents: int = 12, length: int = 32) ->
     ids = [[(7 * n + 13 * k * k) % 250 for k in range(length)] for n in range(documents)]
     rows = [{"id": str(n), "ids": row} for n, row in enumerate(ids)]
     bench.put("data", calibration__jsonl=rows)
-    bench.run("calibrate", calibrate.run, Calibrate())
+    bench.run("calibrate", calibrate.run, Calibrate(**params))
     return bench
 
 

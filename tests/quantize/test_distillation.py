@@ -364,8 +364,11 @@ def _distill_as_one_of_two(rank: int, case: Rounded, port: int, scratch: str) ->
     case.distill(scratch)
 
 
-def test_two_processes_train_as_one_does(rounded: Callable[..., Rounded]) -> None:
+def test_two_processes_train_as_one_does(
+    rounded: Callable[..., Rounded], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sums are taken in another order, so the figures agree only as far as rounding lets them."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where children find `tests`
     case = rounded("llama_twin")
     one = case.distill("one")
     with socket.socket() as free:

@@ -149,7 +149,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_siblings_and_the_experts_of_a_layer_share_a_factor(
     bench: Any, qwen3_moe_twin: Path
 ) -> None:
-    calibrated(bench, qwen3_moe_twin)
+    calibrated(bench, qwen3_moe_twin, ranges="search")
     folder = bench.artifacts["calibrate"].path
     factors = json.loads((folder / "ranges.json").read_text())
     found = load_file(folder / "activations.safetensors")
@@ -168,7 +168,7 @@ def test_siblings_and_the_experts_of_a_layer_share_a_factor(
 
 @pytest.mark.usefixtures("eager")
 def test_fp8_keeps_the_largest_magnitude(bench: Any, llama_twin: Path) -> None:
-    calibrated(bench, llama_twin)
+    calibrated(bench, llama_twin, ranges="search")
     folder = bench.artifacts["calibrate"].path
     factors = json.loads((folder / "ranges.json").read_text())
     assert set(factors.values()) != {1.0}
@@ -201,7 +201,7 @@ def test_two_runs_write_the_same_bytes(bench: Any, qwen3_moe_twin: Path, tmp_pat
     other.folder.mkdir()
     for one in (bench, other):
         torch.manual_seed(id(one) % 1000)  # the search has random numbers of its own
-        calibrated(one, qwen3_moe_twin)
+        calibrated(one, qwen3_moe_twin, ranges="search")
     for file in ("activations.safetensors", "ranges.json", "metrics.json"):
         first, second = (one.artifacts["calibrate"].path / file for one in (bench, other))
         assert first.read_bytes() == second.read_bytes()
