@@ -29,7 +29,7 @@ class Mixed:
     notes: dict[str, Any]
 
 
-def calibrated(bench: Any, twin: Path, documents: int = 12, length: int = 32) -> Any:
+def calibrated(bench: Any, twin: Path, documents: int = 12, length: int = 32, **params: Any) -> Any:
     """Run the stages before quantize; return the bench."""
     bench.run("source", source.run, Source(model=str(twin)))
     bench.run("adapt", adapt.run, Adapt())

@@ -368,7 +368,7 @@ def test_two_processes_train_as_one_does(
     rounded: Callable[..., Rounded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums are taken in another order, so the figures agree only as far as rounding lets them."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where children find `tests`
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # where children look for `tests`
     case = rounded("llama_twin")
     one = case.distill("one")
     with socket.socket() as free:
