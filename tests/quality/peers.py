@@ -85,7 +85,7 @@ def autoquantize(method: str, bits: int, timeout: float) -> Peer:
 PEERS = (
     Peer("modelopt", "w4a4", "ModelOpt NVFP4_DEFAULT_CFG"),
     Peer("modelopt", "w4a16", "ModelOpt W4A16_NVFP4_CFG"),
-    Peer("modelopt", "awq_lite", "ModelOpt NVFP4_AWQ_LITE_CFG"),
+    Peer("modelopt", "awq_lite", "ModelOpt NVFP4_AWQ_LITE_CFG", 1200),
     Peer("modelopt", "local_hessian", "ModelOpt local Hessian"),
     Peer("modelopt", "gptq", "ModelOpt GPTQ recipe, layer after layer"),
     Peer("modelopt", "gptq_at_once", "ModelOpt GPTQ, all layers at once"),
@@ -93,7 +93,7 @@ PEERS = (
     *(autoquantize("kl_div", bits, 1200) for bits in (5, 6, 8)),
     Peer("llmcompressor", "rtn", "llm-compressor RTN"),
     Peer("llmcompressor", "gptq", "llm-compressor GPTQ"),
-    Peer("llmcompressor", "awq", "llm-compressor AWQ"),
+    Peer("llmcompressor", "awq", "llm-compressor AWQ", 1200),
     Peer("autoround", "iters-0", "AutoRound, 0 iterations", 1200),
     Peer("autoround", "iters-50", "AutoRound, 50 iterations", 3600, slow=True),
 )

@@ -3,7 +3,7 @@
     python -m tests.quality.tiny_moe OUT [STEPS]
 
 The checkpoint in OUT is as published ones are: bf16, a tensor per expert, a tokenizer with a chat
-template. The load-balancing loss is small, so that some experts see few tokens. Every twentieth
+template. The load-balancing loss is weak, so that some experts see few tokens. Every twentieth
 document is held out; `token_ids` gives documents of either side.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from onboard.data import readers
 
 VOCABULARY, CONTEXT, BATCH, STEPS = 4096, 256, 16, 500
-BALANCE = 3e-3  # of the load-balancing loss
+BALANCE = 1e-2  # of the load-balancing loss
 LEARNING_RATE, WARMUP = 3e-3, 50
 HELD_OUT = 20  # every twentieth document
 SEED = 0
