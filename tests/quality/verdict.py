@@ -38,10 +38,9 @@ def shortfalls(results: Mapping[str, Any]) -> list[str]:
     said: list[str] = []
     for model in ("smollm2", "continuous"):
         said += [f"{model}: {one}" for one in _weight_only(models[model])]
-    said += _weights_and_activations(models["smollm2"])
-    said += _allocation(models["smollm2"])
-    said += _distillation(models["smollm2"], results["code_documents"])
-    return said + _experts(results["experts"])
+    real = models["smollm2"]
+    said += [*_weights_and_activations(real), *_allocation(real)]
+    return said + [*_distillation(real, results["code_documents"]), *_experts(results["experts"])]
 
 
 def _missing(points: Results, *names: str) -> list[str]:
@@ -85,7 +84,7 @@ def _allocation(points: Results) -> Iterator[str]:
     """At AutoQuantize's bytes at most 0.4 of its KL; its 8-bit KL at 6.2 bits; a third the time."""
     for method in SELECTORS:
         for bits in BITS:
-            peer, ours = f"modelopt/autoquantize-{method}-{bits}", f"ours/bytes-{method}-{bits}"
+            peer, ours = f"modelopt/autoquantize-{method}-{bits}", f"ours/bytes-{bits}"
             if missing := _missing(points, peer, ours):
                 yield from missing
                 continue
