@@ -54,12 +54,13 @@ def allocate(maker: Maker) -> Allocation:
     pairs = interaction.estimate(found.gram.numpy(), found.units, seed=maker.params.budget.seed)
     kl = {name: value.tolist() for name, value in found.kl.items()}
     alone = Problem(found.units, kl)
-    choice = allocation.choose(alone, limit, lambda formats: _joint(maker, formats))
+    method = PROXY if maker.params.method == "auto" else maker.params.method
+    choice = allocation.choose(alone, limit, lambda formats: _joint(maker, formats, method))
     said: dict[str, Any] = dict(pairs.describe())
     if pairs.used:
-        choice, said["won"] = _with_pairs(maker, choice, limit, pairs)
+        choice, said["won"] = _with_pairs(maker, choice, limit, pairs, method)
     choice, swaps = allocation.refine(
-        choice, limit, lambda f: maker.measure(PROXY, f).kl, maker.params.budget.swaps
+        choice, limit, lambda formats: _joint(maker, formats), maker.params.budget.swaps
     )
     confirmed = {} if limit.name != "kl_max" else choice.measured
     choice = Choice(choice.problem, choice.front, choice.point, confirmed)
@@ -86,16 +87,18 @@ def measure(maker: Maker) -> sensitivity.Sensitivities:
     return sensitivity.Sensitivities.load(path)
 
 
-def _joint(maker: Maker, formats: Mapping[str, str]) -> float:
-    method = maker.params.method
-    return maker.measure(PROXY if method == "auto" else method, formats).kl
+def _joint(maker: Maker, formats: Mapping[str, str], method: str = PROXY) -> float:
+    """Return a joint KL; the checkpoint that it took is not kept."""
+    found = maker.measure(method, formats)
+    maker.made(method, formats).drop()
+    return found.kl
 
 
 def _with_pairs(
-    maker: Maker, alone: Choice, limit: Limit, pairs: Interactions
+    maker: Maker, alone: Choice, limit: Limit, pairs: Interactions, method: str
 ) -> tuple[Choice, bool]:
     """Choose with pair terms too; they stay only where the measured joint KL is lower."""
     problem = Problem(alone.problem.units, alone.problem.kl, pairs.pairs)
-    together = allocation.choose(problem, limit, lambda formats: _joint(maker, formats))
-    first, second = (maker.measure(PROXY, c.modules).kl for c in (alone, together))
+    together = allocation.choose(problem, limit, lambda formats: _joint(maker, formats, method))
+    first, second = (_joint(maker, choice.modules) for choice in (alone, together))
     return (together, True) if second < first else (alone, False)

@@ -20,10 +20,6 @@ class Rung:
     measured: Measured
     seconds: float
 
-    @property
-    def bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.made.checkpoint.glob("*.safetensors"))
-
 
 @dataclass(frozen=True)
 class Ladder:
@@ -49,7 +45,7 @@ class Ladder:
                     "kl_lo": rung.measured.interval[0],
                     "kl_hi": rung.measured.interval[1],
                     "seconds": round(rung.seconds, 1),
-                    "bytes": rung.bytes,
+                    "bytes": rung.made.bytes,
                     "chosen": rung is self.best,
                 }
                 for rung in self.rungs
@@ -61,7 +57,8 @@ def climb(maker: Maker, formats: Formats) -> Ladder:
     """Try the methods in order, up to the one that reaches `target_kl`.
 
     No method is begun after the recipe's `minutes`, and distillation only where the recipe gives it
-    documents. A method that was finished by a run that was killed takes no time again.
+    documents. A method that was finished by a run that was killed takes no time again. There are
+    two checkpoints on the disk at most: the best so far, and the one that is tried.
     """
     params, begun = maker.params, time.monotonic()
     methods = [m for m in METHODS if m != "qad" or maker.ids("distillation")]
@@ -70,9 +67,13 @@ def climb(maker: Maker, formats: Formats) -> Ladder:
         before = time.monotonic()
         if rungs and params.minutes is not None and before - begun > 60 * params.minutes:
             break
-        made = maker.make(method, formats)
-        measured = maker.selection.measure(made.checkpoint)
+        measured = maker.measure(method, formats)
+        made = maker.made(method, formats)
         rungs.append(Rung(method, made, measured, time.monotonic() - before))
+        best = Ladder(rungs, params.target_kl).best
+        for rung in rungs:
+            if rung is not best:
+                rung.made.drop()
         if params.target_kl is not None and measured.kl <= params.target_kl:
             break
     return Ladder(rungs, params.target_kl)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +43,7 @@ Ids = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Made:
-    """A written checkpoint, notes by module, and the sha256 of its files."""
+    """A written checkpoint, notes by module, and the sha256 of its files, in a folder."""
 
     folder: Path
 
@@ -56,12 +57,25 @@ class Made:
         return self.folder / "made.json"
 
     @cached_property
-    def notes(self) -> dict[str, dict[str, Any]]:
-        return dict(json.loads(self.record.read_text())["notes"])
+    def _said(self) -> dict[str, Any]:
+        return dict(json.loads(self.record.read_text()))
 
-    @cached_property
+    @property
+    def notes(self) -> dict[str, dict[str, Any]]:
+        return dict(self._said["notes"])
+
+    @property
     def digests(self) -> dict[str, str]:
-        return dict(json.loads(self.record.read_text())["digests"])
+        return dict(self._said["digests"])
+
+    @property
+    def bytes(self) -> int:
+        """The size of all shards."""
+        return int(self._said["bytes"])
+
+    def drop(self) -> None:
+        """Free the disk; what was measured of the checkpoint stays."""
+        shutil.rmtree(self.checkpoint, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -93,17 +107,29 @@ class Maker:
         )
 
     def make(self, method: str, formats: Formats) -> Made:
-        """Write the checkpoint of a method; `formats` are those of `plan_units`."""
-        folder = self.job.scratch / _name(method, formats)
-        folder.mkdir(exist_ok=True)
-        made = Made(folder)
-        if not made.record.exists():
-            self._write(made, self._layers(method, formats, folder), method, formats)
+        """Write the checkpoint of a method, unless it is there.
+
+        `formats` are those of `plan_units`.
+        """
+        made = self.made(method, formats)
+        made.folder.mkdir(exist_ok=True)
+        if not (made.record.exists() and made.checkpoint.exists()):
+            self._write(made, self._layers(method, formats, made.folder), method, formats)
         return made
 
+    def made(self, method: str, formats: Formats) -> Made:
+        """Return where the checkpoint of a method is, or will be."""
+        return Made(self.job.scratch / _name(method, formats))
+
     def measure(self, method: str, formats: Formats) -> Measured:
-        """Return the KL of a method's checkpoint on the selection documents."""
-        return self.selection.measure(self.make(method, formats).checkpoint)
+        """Return the KL of a method's checkpoint on the selection documents.
+
+        What was measured once is known, whether or not the checkpoint is still there.
+        """
+        checkpoint = self.made(method, formats).checkpoint
+        if (found := self.selection.known(checkpoint)) is None:
+            found = self.selection.measure(self.make(method, formats).checkpoint)
+        return found
 
     def ids(self, name: str) -> list[list[int]]:
         """Return the documents of a data set."""
@@ -160,7 +186,8 @@ class Maker:
             layout=params.layout,
         )
         partial = made.record.with_suffix(".partial")
-        write_json(partial, {"notes": written.notes, "digests": written.digests})
+        said = {"notes": written.notes, "digests": written.digests, "bytes": written.bytes}
+        write_json(partial, said)
         partial.rename(made.record)
 
     def _layers(self, method: str, formats: Formats, folder: Path) -> Layers | None:

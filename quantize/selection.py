@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +53,22 @@ class Selection:
     folder: Path
     progress: Progress
 
-    def measure(self, checkpoint: Path) -> Measured:
-        """Return the KL of a checkpoint; what was measured once is read from beside it."""
-        record = checkpoint.with_suffix(".kl.json")
+    def known(self, checkpoint: Path) -> Measured | None:
+        """Return what was measured of a checkpoint earlier."""
+        record = _record(checkpoint)
         if not record.exists():
-            sums = self._sums(checkpoint)
-            counts = [len(row["ids"]) - 1 for batch in self._batches for row in batch.rows]
-            partial = record.with_suffix(".partial")
-            partial.write_text(json.dumps({"sums": sums, "counts": counts}))
-            partial.rename(record)
+            return None
         found = json.loads(record.read_text())
         return Measured(tuple(found["sums"]), tuple(found["counts"]))
+
+    def measure(self, checkpoint: Path) -> Measured:
+        """Return the KL of a checkpoint, and keep it in a file beside it."""
+        counts = [len(row["ids"]) - 1 for batch in self._batches for row in batch.rows]
+        found = Measured(tuple(self._sums(checkpoint)), tuple(counts))
+        partial = _record(checkpoint).with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(found)))
+        partial.rename(_record(checkpoint))
+        return found
 
     @property
     def _batches(self) -> list[Batch]:
@@ -109,3 +114,7 @@ class Selection:
 
     def _count(self, what: str) -> Callable[[int, int], None]:
         return lambda done, total: self.progress(f"selection, {what}", done, total, "layers")
+
+
+def _record(checkpoint: Path) -> Path:
+    return checkpoint.with_suffix(".kl.json")

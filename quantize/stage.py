@@ -8,7 +8,7 @@ import shutil
 from onboard.pipeline import Job
 from onboard.quantize import budget, written
 from onboard.quantize.ladder import climb
-from onboard.quantize.making import Maker
+from onboard.quantize.making import Formats, Maker
 from onboard.recipe import Quantize
 from onboard.store import write_json
 
@@ -19,27 +19,29 @@ def run(job: Job[Quantize]) -> None:
     That is `allocation.json` under a budget, `ladder.json` where the method was chosen, and
     `distillation.json` where the checkpoint was trained.
     """
-    maker, metrics = Maker.of(job), {}
+    maker = Maker.of(job)
     allocation = budget.allocate(maker)
-    formats = allocation.formats
-    if maker.params.method == "auto":
-        ladder = climb(maker, formats)
-        made = ladder.best.made
-        write_json(job.out / "ladder.json", ladder.describe())
-        metrics["selection_kl"] = ladder.best.measured.kl
-    else:
-        made = maker.make(maker.params.method, formats)
+    formats, method = allocation.formats, _choose(maker, allocation.formats)
+    made = maker.make(method, formats)
+    metrics = written.metrics(maker.adaptation, maker.groups, made.checkpoint, made.notes, formats)
+    if method != maker.params.method or allocation.choice is not None:
+        metrics["selection_kl"] = maker.measure(method, formats).kl
     if allocation.choice is not None:
-        measured = maker.selection.measure(made.checkpoint)
+        measured = maker.measure(method, formats)
         write_json(job.out / "allocation.json", allocation.describe(measured))
-        metrics["selection_kl"] = measured.kl
     trained = made.folder / "distilled" / "distillation.json"
     if trained.exists():
         shutil.copy(trained, job.out)
     shutil.copytree(made.checkpoint, job.out / "checkpoint", copy_function=os.link)
     job.known_digests.update({f"checkpoint/{n}": sha for n, sha in made.digests.items()})
     write_json(job.out / "tensors.json", made.notes)
-    metrics |= written.metrics(
-        maker.adaptation, maker.groups, job.out / "checkpoint", made.notes, formats
-    )
     write_json(job.out / "metrics.json", metrics)
+
+
+def _choose(maker: Maker, formats: Formats) -> str:
+    """Return the recipe's method, or the best that `auto` found, with `ladder.json`."""
+    if maker.params.method != "auto":
+        return maker.params.method
+    ladder = climb(maker, formats)
+    write_json(maker.job.out / "ladder.json", ladder.describe())
+    return ladder.best.method

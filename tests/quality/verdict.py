@@ -40,7 +40,8 @@ def shortfalls(results: Mapping[str, Any]) -> list[str]:
         said += [f"{model}: {one}" for one in _weight_only(models[model])]
     real = models["smollm2"]
     said += [*_weights_and_activations(real), *_allocation(real)]
-    return said + [*_distillation(real, results["code_documents"]), *_experts(results["experts"])]
+    said += _distillation(real, results["code_documents"])
+    return [*said, *_experts(results["experts"])]
 
 
 def _missing(points: Results, *names: str) -> list[str]:
