@@ -17,6 +17,7 @@ from onboard.checkpoint.models import Runner, open_reference
 from onboard.evals.kl import kl_divergence
 from onboard.quantize import sensitivity
 from onboard.quantize.allocation import Unit
+from onboard.quantize.effects import LOWER, Effects, _signed
 from onboard.quantize.sensitivity import Sensitivities, measure, units_of
 from onboard.recipe import Adapt, Source
 from tests.families import config_of
@@ -54,7 +55,7 @@ def true_kl(root: Path, groups: list[Group], format: str, quantized: bool) -> Te
     runner: Runner = open_reference(root, torch.float32, resident=True)
     units = units_of(groups)
     input_scale = scale if quantized else None
-    work = sensitivity._Work(runner, groups, units, moment, input_scale)
+    work = Effects(runner, groups, units, moment, input_scale)
     if quantized:
         sensitivity.taps.attach(runner.skeleton.model, work.places, work._see)
 
@@ -85,7 +86,7 @@ def test_estimates_agree_with_single_units(
     found = sensitivities(
         root, groups, tmp_path, draws=16, input_scale=scale if quantized else None
     )
-    for format in sensitivity.LOWER:
+    for format in LOWER:
         truth = true_kl(root, groups, format, quantized)
         ratio = found.kl[format] / truth
         assert rank_correlation(found.kl[format], truth) > 0.8
@@ -108,9 +109,9 @@ def test_the_way_back_is_that_of_autograd(bench: Any, tmp_path: Path, case: str)
     groups = scale_groups(adaptation(bench, root))
     units, batch = units_of(groups), ids(4)[0]
     runner = open_reference(root, torch.float32, resident=False)
-    work = sensitivity._Work(runner, groups, units, moment, None)
-    found = work.effects([batch], 1, 5, tmp_path / "state", lambda done, total: None)
-    for format in sensitivity.LOWER:
+    work = Effects(runner, groups, units, moment, None)
+    found = work.measure([batch], 1, 5, tmp_path / "state", lambda done, total: None)
+    for format in LOWER:
         effects = found[format][0][0].sum((0, 1))
         expected = whole_backward(root, groups, batch, format)
         assert torch.isfinite(effects).all()
@@ -123,16 +124,14 @@ def test_the_way_back_is_that_of_autograd(bench: Any, tmp_path: Path, case: str)
 def whole_backward(root: Path, groups: list[Group], batch: Tensor, format: str) -> Tensor:
     runner = open_reference(root, torch.float32, resident=True)
     units = units_of(groups)
-    work = sensitivity._Work(runner, groups, units, moment, None)
+    work = Effects(runner, groups, units, moment, None)
     model, named = runner.model, dict(runner.skeleton.model.named_parameters())
     head = sensitivity.Head.of(model, model.get_output_embeddings().weight.shape[0])
     own = {work.point[m].parameter for unit in units for m in unit.modules}
     for name in own:
         named[name].requires_grad_()
     hidden = sensitivity.decoder_of(model)(input_ids=batch, use_cache=False).last_hidden_state
-    hidden.backward(
-        sensitivity._signed(head, hidden.detach(), 1, torch.Generator().manual_seed(5))[0]
-    )
+    hidden.backward(_signed(head, hidden.detach(), 1, torch.Generator().manual_seed(5))[0])
     sums = []
     for unit in units:
         names = {work.point[m].parameter for m in unit.modules}
@@ -152,7 +151,7 @@ def test_streamed_equals_resident(bench: Any, tmp_path: Path, qwen3_moe_twin: Pa
         found.append(
             sensitivities(qwen3_moe_twin, groups, folder, resident=resident, input_scale=scale)
         )
-    for format in sensitivity.LOWER:
+    for format in LOWER:
         assert torch.allclose(found[0].kl[format], found[1].kl[format], rtol=1e-5)
     assert torch.allclose(found[0].gram, found[1].gram, rtol=1e-4, atol=1e-9)
 
@@ -178,18 +177,18 @@ def test_a_killed_run_goes_on_where_it_was(
     )
     assert layers == [2]
     assert torch.equal(found.gram, expected.gram)
-    assert all(torch.equal(found.kl[f], expected.kl[f]) for f in sensitivity.LOWER)
+    assert all(torch.equal(found.kl[f], expected.kl[f]) for f in LOWER)
 
 
 def test_the_file_holds_everything(tmp_path: Path) -> None:
     units = (Unit("a", ("a.q", "a.k"), 32, "attention"), Unit("b", ("b",), 16, "expert", 0.25))
-    kl = {format: torch.rand(2).double() for format in sensitivity.LOWER}
+    kl = {format: torch.rand(2).double() for format in LOWER}
     stored = Sensitivities(units, kl, torch.rand(3, 2, 2).double(), (5, 5, 7))
     stored.save(tmp_path / "sensitivities.safetensors")
     read = Sensitivities.load(tmp_path / "sensitivities.safetensors")
     assert (read.units, read.tokens) == (units, (5, 5, 7))
     assert torch.equal(read.gram, stored.gram)
-    assert all(torch.equal(read.kl[f], kl[f]) for f in sensitivity.LOWER)
+    assert all(torch.equal(read.kl[f], kl[f]) for f in LOWER)
 
 
 def test_units_are_what_an_engine_gives_one_format(bench: Any, qwen3_moe_twin: Path) -> None:
@@ -230,7 +229,7 @@ def test_documents_count_by_their_tokens() -> None:
     """Two documents of 5 tokens, and one of 9: sums (4, 1) twice and (4, 4, 1), over 4 and 8."""
     batches = [torch.ones(1, 2, 5, 3), torch.ones(1, 1, 9, 3)]
     units = tuple(Unit(f"u{n}", (f"u{n}",), 1, "mlp") for n in range(3))
-    found = sensitivity._summed_up(units, dict.fromkeys(sensitivity.LOWER, batches))
+    found = sensitivity._summed_up(units, dict.fromkeys(LOWER, batches))
     assert found.tokens == (4, 4, 8)
     assert found.gram[:, 0, 0].tolist() == pytest.approx([17 / 4, 17 / 4, 33 / 8])
     assert found.kl["fp8"].tolist() == pytest.approx([(17 + 17 + 33) / 16 / 2] * 3)
@@ -240,7 +239,7 @@ def test_signed_gradients_have_the_fisher_information_for_covariance() -> None:
     """With an identity for a head, a gradient at a state is v itself, and E[v vᵀ] = F."""
     head = sensitivity.Head(torch.eye(4), 4)
     states = torch.tensor([[[2.0, 0.5, 0.0, -1.0], [1.0, 1.0, 1.0, 1.0]]])
-    drawn = sensitivity._signed(head, states, 20_000, torch.Generator().manual_seed(0))
+    drawn = _signed(head, states, 20_000, torch.Generator().manual_seed(0))
     p = states[0, 0].softmax(-1)
     covariance = drawn[:, 0, 0].T @ drawn[:, 0, 0] / len(drawn)
     assert torch.allclose(covariance, torch.diag(p) - torch.outer(p, p), atol=0.01)
