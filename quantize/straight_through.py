@@ -10,73 +10,21 @@ make all matrices alike and one learning rate fits them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from onboard.checkpoint import nvfp4, taps
-from onboard.checkpoint.matrices import Matrix
-from onboard.checkpoint.skeleton import Skeleton
+from onboard.checkpoint import nvfp4
+from onboard.quantize.views import Place
 
 CHUNK = 2**17  # weights that a CPU rounds at a time: about what its cache holds
 LOW = (0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # where the cell of each magnitude begins
 HIGH = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0)  # and ends; above 6 as far as below it
 REACH = HIGH[-1]  # a latent weight goes no further, so that it can come back
 TINY = 2.0**-20  # least magnitude of a latent weight at the start: zeros have a sign
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the model holds a matrix: rows of a parameter, or of one expert's part of it."""
-
-    parameter: str
-    rows: slice
-    expert: int | None = None
-    transposed: bool = False
-
-    def of(self, whole: Tensor) -> Tensor:
-        """View the matrix [out, in] in the parameter, or in its gradient."""
-        one = whole if self.expert is None else whole[self.expert]
-        return (one.T if self.transposed else one)[self.rows]
-
-
-Read = Callable[[Matrix], Tensor]  # the source's values of a matrix, [out, in]
-
-
-def find_places(skeleton: Skeleton, matrices: Iterable[Matrix], read: Read) -> dict[str, Place]:
-    """Return each matrix's place by module; the model must hold the source's weights.
-
-    How the class stacks or transposes what the source does not, one expert of a layer tells.
-    """
-    places: dict[str, Place] = {}
-    layouts: dict[tuple[str, str], tuple[int, bool]] = {}
-    for point, held in taps.points(skeleton, matrices).items():
-        whole = skeleton.model.get_parameter(point.parameter).data
-        one = whole if point.expert is None else whole[point.expert]
-        for matrix in held:
-            rows, transposed = matrix.outputs, matrix.transposed
-            if matrix.expert is None and (whole.ndim == 3 or one.shape != matrix.shape):
-                key = (point.parameter, matrix.module.rpartition(".")[2])
-                if key not in layouts:
-                    layouts[key] = _layout(one, read(matrix).to(one))
-                first, transposed = layouts[key]
-                rows = slice(first, first + matrix.shape[0])
-            places[matrix.module] = Place(point.parameter, rows, point.expert, transposed)
-    return places
-
-
-def _layout(whole: Tensor, matrix: Tensor) -> tuple[int, bool]:
-    """Return at which row of `whole`, or of its transpose, the matrix [out, in] begins."""
-    height, width = matrix.shape
-    return next(
-        (first, transposed)
-        for transposed, rows in ((False, whole), (True, whole.T))
-        for first in range(0, len(rows), height)
-        if rows.shape[1] == width and torch.equal(rows[first : first + height], matrix)
-    )
 
 
 def latents(quotients: Tensor, values: Tensor, inset: float) -> Tensor:

@@ -24,13 +24,12 @@ from onboard.hardware import device_kind
 from onboard.quantize.layers import Layers
 from onboard.quantize.straight_through import (
     Norm,
-    Place,
     RoundedMatrix,
     SharedScale,
     Trained,
-    find_places,
     passed_through,
 )
+from onboard.quantize.views import Place, find_places
 
 Parts = Mapping[str, Tensor]  # weight, weight_scale and, in NVFP4, weight_scale_2
 
@@ -114,7 +113,7 @@ def begin(beginning: Beginning, train: Literal["weights", "norms"], inset: float
     """Turn the source's model into the student, in place; see `latents` for `inset`."""
     skeleton = beginning.skeleton
     every = list(beginning.matrices.values())
-    places = find_places(skeleton, every, beginning.read)
+    places = find_places(skeleton, every, beginning.source.weight)
     norms = list(_norms(beginning))
     assert beginning.start.replaced.keys() <= {norm.name for norm in norms}
     trained: list[Trained] = [*norms]

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from onboard import adapt, source, twins
-from onboard.checkpoint import nvfp4
+from onboard.checkpoint import nvfp4, taps
 from onboard.checkpoint.matrices import Group, Matrix, scale_groups
 from onboard.checkpoint.models import Runner, open_reference
-from onboard.evals.kl import kl_divergence
-from onboard.quantize import sensitivity
+from onboard.checkpoint.skeleton import decoder_of
+from onboard.evals.kl import Head, kl_divergence
+from onboard.quantize import effects, sensitivity
 from onboard.quantize.allocation import Unit
 from onboard.quantize.effects import LOWER, Effects, _signed
 from onboard.quantize.sensitivity import Sensitivities, measure, units_of
@@ -57,7 +58,7 @@ def true_kl(root: Path, groups: list[Group], format: str, quantized: bool) -> Te
     input_scale = scale if quantized else None
     work = Effects(runner, groups, units, moment, input_scale)
     if quantized:
-        sensitivity.taps.attach(runner.skeleton.model, work.places, work._see)
+        taps.attach(runner.skeleton.model, work.places, work._see)
 
     def logits() -> Tensor:
         with torch.no_grad():
@@ -112,13 +113,13 @@ def test_the_way_back_is_that_of_autograd(bench: Any, tmp_path: Path, case: str)
     work = Effects(runner, groups, units, moment, None)
     found = work.measure([batch], 1, 5, tmp_path / "state", lambda done, total: None)
     for format in LOWER:
-        effects = found[format][0][0].sum((0, 1))
+        sums = found[format][0][0].sum((0, 1))
         expected = whole_backward(root, groups, batch, format)
-        assert torch.isfinite(effects).all()
+        assert torch.isfinite(sums).all()
         for n, unit in enumerate(units):
             tolerance = 0.35 if len(unit.modules) > 1 else 2e-3
             size = float(found[format][0][0, :, :, n].norm())
-            assert float(effects[n]) == pytest.approx(float(expected[n]), abs=tolerance * size)
+            assert float(sums[n]) == pytest.approx(float(expected[n]), abs=tolerance * size)
 
 
 def whole_backward(root: Path, groups: list[Group], batch: Tensor, format: str) -> Tensor:
@@ -126,11 +127,11 @@ def whole_backward(root: Path, groups: list[Group], batch: Tensor, format: str) 
     units = units_of(groups)
     work = Effects(runner, groups, units, moment, None)
     model, named = runner.model, dict(runner.skeleton.model.named_parameters())
-    head = sensitivity.Head.of(model, model.get_output_embeddings().weight.shape[0])
+    head = Head.of(model, model.get_output_embeddings().weight.shape[0])
     own = {work.point[m].parameter for unit in units for m in unit.modules}
     for name in own:
         named[name].requires_grad_()
-    hidden = sensitivity.decoder_of(model)(input_ids=batch, use_cache=False).last_hidden_state
+    hidden = decoder_of(model)(input_ids=batch, use_cache=False).last_hidden_state
     hidden.backward(_signed(head, hidden.detach(), 1, torch.Generator().manual_seed(5))[0])
     sums = []
     for unit in units:
@@ -170,7 +171,7 @@ def test_a_killed_run_goes_on_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         sensitivities(llama_twin, groups, tmp_path, resident=False, progress=killed)
     expected = sensitivities(llama_twin, groups, whole, resident=False)
-    monkeypatch.delattr(sensitivity, "_signed")
+    monkeypatch.delattr(effects, "_signed")
     layers: list[int] = []
     found = sensitivities(
         llama_twin, groups, tmp_path, False, progress=lambda done, total: layers.append(done)
@@ -218,8 +219,8 @@ def windows_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("windows_of_four")
 def test_windows_are_summed_before_they_are_squared() -> None:
     """Five tokens, of which four predict: windows of 4 and 1; two draws count as one on average."""
-    effects = torch.tensor([[[1.0, 2, 3, 4, 5]], [[1.0, 1, 1, 1, 0]]]).unsqueeze(-1)
-    gram = sensitivity._gram(effects)
+    made_up = torch.tensor([[[1.0, 2, 3, 4, 5]], [[1.0, 1, 1, 1, 0]]]).unsqueeze(-1)
+    gram = sensitivity._gram(made_up)
     assert gram.shape == (1, 1, 1)
     assert float(gram) == pytest.approx(((10**2 + 5**2) + 4**2) / 2 / 4)
 
@@ -237,7 +238,7 @@ def test_documents_count_by_their_tokens() -> None:
 
 def test_signed_gradients_have_the_fisher_information_for_covariance() -> None:
     """With an identity for a head, a gradient at a state is v itself, and E[v vᵀ] = F."""
-    head = sensitivity.Head(torch.eye(4), 4)
+    head = Head(torch.eye(4), 4)
     states = torch.tensor([[[2.0, 0.5, 0.0, -1.0], [1.0, 1.0, 1.0, 1.0]]])
     drawn = _signed(head, states, 20_000, torch.Generator().manual_seed(0))
     p = states[0, 0].softmax(-1)
