@@ -27,9 +27,11 @@ from onboard.hardware import cores
 from onboard.pipeline import Job
 from onboard.quantize import config
 from onboard.quantize.calibrate import document_batches
+from onboard.quantize.distillation import distill
 from onboard.quantize.layers import Layers
 from onboard.quantize.layouts import format_of
 from onboard.quantize.selection import Measured, Selection
+from onboard.quantize.sequential import compensate
 from onboard.quantize.units import Activations, plan_units
 from onboard.recipe import Quantize
 from onboard.source import root
@@ -202,8 +204,6 @@ class Maker:
         return Layers(layers)
 
     def _compensate(self, folder: Path, formats: Formats, propagate: bool) -> None:
-        from onboard.quantize.sequential import compensate
-
         compensate(
             open_reference(self.source.root, compute_dtype(), resident=False),
             self._inexact(formats),
@@ -216,8 +216,6 @@ class Maker:
         )
 
     def _distilled(self, formats: Formats, folder: Path) -> Layers:
-        from onboard.quantize.distillation import distill
-
         documents = self.ids("distillation")
         if not documents:
             raise InputError(

@@ -9,7 +9,6 @@ make all matrices alike and one learning rate fits them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from onboard.checkpoint import nvfp4
+from onboard.checkpoint.reciprocal import invertible
 from onboard.quantize.views import Place
 
 CHUNK = 2**17  # weights that a CPU rounds at a time: about what its cache holds
@@ -137,7 +137,7 @@ class SharedScale:
     def stored(self) -> dict[str, Tensor]:
         """Return the part of the written matrices that has changed: `weight_scale_2` f32 []."""
         first = next(iter(self.parts.values()))["weight_scale_2"]
-        return {"weight_scale_2": first * self.latent.exp()}
+        return {"weight_scale_2": invertible((first * self.latent.exp()).reshape(()))}
 
     def entering(self, x: Tensor) -> Tensor:
         """Return `x` as it is, bit for bit, with the scale's share in the gradient."""
@@ -146,23 +146,23 @@ class SharedScale:
 
 @dataclass(frozen=True)
 class Norm:
-    """The weight of a normalization, in units of about its mean magnitude: `latent` f32, its shape.
+    """The weight of a normalization, each element in units of about its own size: `latent` f32.
 
-    It is rounded to the dtype that the source stores it in.
+    Elements differ by orders of magnitude: those that hold massive activations down are tiny, and
+    must not move by what is little for the others. It is rounded to the dtype of the source.
     """
 
     name: str  # the source's
     parameter: nn.Parameter
     latent: nn.Parameter
-    unit: float
+    unit: Tensor  # powers of two, so that the quotients are exact
     dtype: torch.dtype
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter, value: Tensor, dtype: torch.dtype) -> Norm:
         """Begin at `value`, which is the source's, or what an earlier training made of it."""
         exact = value.to(parameter)
-        mean = float(exact.abs().mean())
-        unit = 2.0 ** round(math.log2(mean)) if mean else 1.0  # so that the quotients are exact
+        unit = torch.exp2(exact.abs().clamp_min(TINY).log2().round())
         return cls(name, parameter, nn.Parameter(exact / unit), unit, dtype)
 
     def take_gradient(self) -> None:

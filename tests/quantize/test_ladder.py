@@ -113,7 +113,7 @@ def test_a_killed_climb_goes_on_with_the_bytes_it_had(
         with pytest.raises(KeyboardInterrupt):
             stage.run(job)
     with monkeypatch.context() as patch:
-        patch.setattr("onboard.quantize.sequential.compensate", killed)
+        patch.setattr("onboard.quantize.making.compensate", killed)
         shutil.rmtree(job.out)  # what a kill leaves of it is thrown away
         stage.run(bench.job("quantize", params))
     notes = json.loads((job.out / "tensors.json").read_text())
