@@ -36,6 +36,7 @@ LITTLE = {
     "data.evaluation_prompts": 10,
     "data.tokens_per_document": 96,
     "data.tokens_per_prompt": 192,
+    "quantize.method": "sequential",  # the climb takes minutes; tests/quantize/test_ladder.py
     "fidelity.task_documents": 3,
     "fidelity.bootstrap": 100,
     "features.max_new_tokens": 24,
