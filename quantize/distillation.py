@@ -36,6 +36,7 @@ from onboard.checkpoint.reader import Reader
 from onboard.evals.hidden import last_hidden
 from onboard.evals.kl import Head, kl_divergence
 from onboard.hardware import device_kind
+from onboard.quantize.grids import dequantize
 from onboard.quantize.layers import REPLACED, Layers, save_layer, save_whole
 from onboard.quantize.straight_through import Norm
 from onboard.quantize.student import Beginning, Parts, Student, begin
@@ -99,7 +100,7 @@ def distill(
     root: Path,
     start: Layers,
     groups: Sequence[Group],
-    input_scale: Callable[[str], Tensor] | None,
+    input_scale: Callable[[str], Tensor | None] | None,
     documents: Documents,
     held_out: Documents,
     params: Distill,
@@ -460,17 +461,13 @@ def _by_layer(modules: Iterable[str]) -> dict[int, list[str]]:
 def _note(work: Work, module: str, before: Parts, after: Parts) -> dict[str, float]:
     """Return the relative error to the source, and which share of the codes training changed."""
     source = work.beginning.read(work.beginning.matrices[module])
-    error = float((_dequantized(after) - source).norm())
+    error = float((dequantize(after) - source).norm())
     norm = float(source.norm())
     changed = nvfp4.unpack(before["weight"]) != nvfp4.unpack(after["weight"])
     return {
         "relative_error": round(error / norm, 6) if norm else 0.0,
         "codes_changed": round(float(changed.float().mean()), 6),
     }
-
-
-def _dequantized(parts: Parts) -> Tensor:
-    return nvfp4.dequantize(parts["weight"], parts["weight_scale"], parts["weight_scale_2"])
 
 
 def _finish(work: Work, state: State, stopped: str) -> Outcome:

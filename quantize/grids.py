@@ -5,7 +5,7 @@ A batch holds B matrices of one shape, [B, out, in], each with a scale of its ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,7 +87,7 @@ class Fp8:
         return {"weight": fp8.quantize(values[matrix], scale), "weight_scale": scale}
 
 
-def dequantize(parts: Packed) -> Tensor:
+def dequantize(parts: Mapping[str, Tensor]) -> Tensor:
     """Return the weights that an engine computes with, f32 [out, in]."""
     if "weight_scale_2" in parts:
         return nvfp4.dequantize(parts["weight"], parts["weight_scale"], parts["weight_scale_2"])

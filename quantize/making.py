@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +40,6 @@ from onboard.store import write_json
 METHODS = ("rtn", "sweep", "gptq", "sequential", "qad")  # each one takes longer than those before
 
 Formats = Mapping[str, str]  # "fp8" or "bf16" by module; all others become NVFP4
-Ids = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ class Maker:
             self.source.root,
             start,
             self._inexact(formats),
-            self.ranges.input_scale if self.params.activations == "nvfp4" else None,
+            lambda module: self.input_scale(module, formats),
             documents,
             self.ids("selection"),
             self.params.distill,

@@ -49,7 +49,7 @@ class Flow:
     engine will; a trial ends when what is `watched` was seen.
     """
 
-    def __init__(self, quantize: InputQuantizer | None) -> None:
+    def __init__(self, quantize: InputQuantizer) -> None:
         self.quantize = quantize
         self.quantized = False
         self.keeps_experts = False  # in unquantized passes
@@ -73,9 +73,8 @@ class Flow:
 
     def as_served(self, point: Point, x: Tensor) -> Tensor:
         """Return what an engine multiplies with."""
-        found = x if self.quantize is None else self.quantize(point, x)
-        assert found is not None
-        return found
+        found = self.quantize(point, x)
+        return x if found is None else found
 
     def _note(self, point: Point, x: Tensor) -> None:
         if point.expert is not None:
@@ -200,11 +199,11 @@ def _quantizer(
     places: Mapping[Point, Sequence[Matrix]],
     input_scale: Callable[[str], Tensor | None],
     formats: Formats,
-) -> InputQuantizer | None:
+) -> InputQuantizer:
     found = {point: input_scale(held[0].module) for point, held in places.items()}
     scales = {point: scale for point, scale in found.items() if scale is not None}
     coarse = {p for p in scales if formats.get(places[p][0].module) == "fp8"}
-    return InputQuantizer(scales, coarse) if scales else None
+    return InputQuantizer(scales, coarse)
 
 
 def _round_layer(

@@ -25,10 +25,10 @@ def run(job: Job[Quantize]) -> None:
     made = maker.make(method, formats)
     metrics = written.metrics(maker.adaptation, maker.groups, made.checkpoint, made.notes, formats)
     if method != maker.params.method or allocation.choice is not None:
-        metrics["selection_kl"] = maker.measure(method, formats).kl
-    if allocation.choice is not None:
         measured = maker.measure(method, formats)
-        write_json(job.out / "allocation.json", allocation.describe(measured))
+        metrics["selection_kl"] = measured.kl
+        if allocation.choice is not None:
+            write_json(job.out / "allocation.json", allocation.describe(measured))
     trained = made.folder / "distilled" / "distillation.json"
     if trained.exists():
         shutil.copy(trained, job.out)

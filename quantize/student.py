@@ -86,7 +86,7 @@ class Beginning:
     source: Reader
     start: Layers
     groups: Sequence[Group]
-    input_scale: Callable[[str], Tensor] | None
+    input_scale: Callable[[str], Tensor | None] | None
 
     @cached_property
     def matrices(self) -> dict[str, Matrix]:
@@ -135,7 +135,8 @@ def begin(beginning: Beginning, train: Literal["weights", "norms"], inset: float
             inputs.scales |= {points[m.module]: scale for m in in_nvfp4}
     if beginning.input_scale is not None:
         for module, point in points.items():
-            inputs.add(point, module in fixed, beginning.input_scale(module))
+            if (input_scale := beginning.input_scale(module)) is not None:
+                inputs.add(point, module in fixed, input_scale)
     taps.attach(skeleton.model, dict.fromkeys(points.values()), inputs)
     student = Student(skeleton.text, trained)
     student.show()

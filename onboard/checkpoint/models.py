@@ -153,7 +153,7 @@ class Candidate:
 class InputQuantizer:
     """Quantizes what enters a matrix; q/k/v and gate/up read one tensor, which is done once.
 
-    It becomes NVFP4, but E4M3 at the places in `fp8`.
+    It becomes NVFP4, but E4M3 at the places in `fp8`; a place without a scale is left alone.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class InputQuantizer:
         self.last: tuple[Tensor, Key, Tensor] | None = None  # input, how, result
 
     def __call__(self, point: taps.Point, x: Tensor) -> Tensor | None:
-        if not _quantize_activations.get():
+        if point not in self.values or not _quantize_activations.get():
             return None
         key = (point in self.fp8, self.values[point])
         if self.last is None or self.last[0] is not x or self.last[1] != key:

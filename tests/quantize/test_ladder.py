@@ -48,10 +48,10 @@ def quantize(bench: Any, **params: Any) -> Any:
     return bench.run("quantize", stage.run, section)
 
 
-def joint_kl(bench: Any, root: Path) -> float:
+def joint_kl(bench: Any, root: Path, checkpoint: Path | None = None) -> float:
     """The KL of the written checkpoint on the selection documents, computed plainly."""
     table = bench.artifacts["adapt"].json("adaptation.json")
-    checkpoint = bench.artifacts["quantize"].path / "checkpoint"
+    checkpoint = checkpoint or bench.artifacts["quantize"].path / "checkpoint"
     models = load_reference(root, torch.float32), load_candidate(checkpoint, table, torch.float32)
     ids = torch.tensor([row["ids"] for row in SELECTION])
     with torch.inference_mode():
@@ -144,6 +144,25 @@ def test_a_budget_is_kept_and_told(
         assert "fp8_tensor" in schemes
     assert artifact.metrics["share_missing"] == 0
     assert len(found["swaps"]) <= 1
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "none"])
+def test_distillation_begins_with_what_the_mixed_checkpoint_computes(
+    prepare: Any, llama_twin: Path, activations: str
+) -> None:
+    """Inputs of FP8 matrices are rounded with their own scales, in W4A16 too."""
+    bench = prepare(llama_twin, distillation=4)
+    artifact = quantize(
+        bench,
+        method="qad",
+        activations=activations,
+        budget={"bits": 6.0, "documents": 4, "swaps": 0},
+        distill={"epochs": 1, "evaluate_steps": 1},
+    )
+    assert "fp8" in {group["format"] for group in artifact.json("allocation.json")["groups"]}
+    (start,) = (bench.folder / "quantize.scratch").glob("sequential-*/checkpoint")
+    before = artifact.json("distillation.json")["kl_before"]
+    assert before == pytest.approx(joint_kl(bench, llama_twin, start), rel=1e-3)
 
 
 def test_kl_max_is_met_by_measurement(prepare: Any, llama_twin: Path) -> None:
