@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,6 @@ def smollm2(bench: Bench) -> Model:
         if sizes:  # one checkpoint of ours stands against both, at the bytes of the smaller
             limit = {"bytes": min(sizes), **QUICK}
             model.ours(f"bytes-{bits}", "sequential", budget=limit, **WEIGHTS)
-    model.ours("qad-w4a4", "qad", beside="sequential-w4a4", distill=DISTILLATION)
     return model
 
 
@@ -148,6 +147,11 @@ def continuous_copy(bench: Bench, original: Model) -> None:
     for method in ("rtn", "sequential"):
         model.ours(f"{method}-w4a16", method, **WEIGHTS)
     model.peers(peers.CONTINUOUS, "weight-only peer")
+
+
+def distilled(model: Model) -> None:
+    """What training adds to the rounding it starts from."""
+    model.ours("qad-w4a4", "qad", beside="sequential-w4a4", distill=DISTILLATION)
 
 
 def mixture(bench: Bench) -> None:
@@ -193,10 +197,10 @@ def table(results: Mapping[str, Any]) -> str:
 def main(out: Path) -> None:
     began = time.monotonic()
     bench = Bench(out)
-    parts: list[Callable[[], Any]] = [lambda: mixture(bench)]
-    parts.append(lambda: continuous_copy(bench, smollm2(bench)))
-    for part in parts:
-        part()
+    mixture(bench)
+    real = smollm2(bench)
+    continuous_copy(bench, real)
+    distilled(real)
     text = table(bench.results)
     (out / "table.txt").write_text(text + "\n")
     (out / "plot.svg").write_text(draw(bench.results["models"]["smollm2"]))
