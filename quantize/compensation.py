@@ -11,7 +11,7 @@ other tokens, and how far H is to be trusted (its damping), is measured on a par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,53 +29,66 @@ POLISHES = 2  # rounds of coordinate descent
 
 @dataclass(frozen=True)
 class Inputs:
-    """Sums over tokens of what enters a matrix, f32 [..., in, in]: X̂ᵀX̂ and (X - X̂)ᵀX̂."""
+    """Sums over tokens of what enters a matrix, f32 [in, in]: X̂ᵀX̂ and (X - X̂)ᵀX̂.
+
+    `cross` is None where nothing but X̂ was ever wanted.
+    """
 
     hessian: Tensor
-    cross: Tensor
+    cross: Tensor | None
 
     @classmethod
-    def of(cls, seen: Tensor, wanted: Tensor) -> Inputs:
+    def of(cls, seen: Tensor, wanted: Tensor | None) -> Inputs:
         """Sum up what came, X̂ [tokens, in] f32, and what came to the unquantized model, X."""
-        return cls(seen.T @ seen, (wanted - seen).T @ seen)
+        return cls(seen.T @ seen, None if wanted is None else (wanted - seen).T @ seen)
 
     def __add__(self, other: Inputs) -> Inputs:
-        return Inputs(self.hessian + other.hessian, self.cross + other.cross)
+        hessian = self.hessian + other.hessian
+        if self.cross is None or other.cross is None:
+            return Inputs(hessian, None)
+        return Inputs(hessian, self.cross + other.cross)
 
 
-def corrected(weight: Tensor, fitted: Inputs, judges: Inputs) -> tuple[Tensor, float]:
-    """Return the weight moved towards the unquantized outputs, and the share of the correction.
+def corrected(
+    weights: Sequence[Tensor], fitted: Inputs, judges: Inputs
+) -> list[tuple[Tensor, float]]:
+    """Return matrices [out, in] that read one input, moved towards the unquantized outputs.
 
-    Ridge and share are found on the `judges`, tokens that the correction was not fitted on; the
-    correction itself is then taken from all.
+    With each comes the share of the correction that was taken. Ridge and share are found on the
+    `judges`, tokens that the correction was not fitted on; the correction itself is then taken
+    from all.
     """
-    _, ridge, share = max(_trials(weight, fitted, judges))
-    return weight + share * correction(weight, fitted + judges, ridge), share
+    if fitted.cross is None:
+        return [(weight, 0.0) for weight in weights]
+    tried = {ridge: correction(weights, fitted, ridge) for ridge in RIDGES}
+    every, taken, found = fitted + judges, dict[float, list[Tensor]](), []
+    for at, weight in enumerate(weights):
+        trials = ((held_share(weight, tried[ridge][at], judges), ridge) for ridge in RIDGES)
+        (_, share), ridge = max(trials)
+        if ridge not in taken:
+            taken[ridge] = correction(weights, every, ridge)
+        found.append((weight + share * taken[ridge][at], share))
+    return found
 
 
-def _trials(weight: Tensor, fitted: Inputs, judges: Inputs) -> Iterator[tuple[float, float, float]]:
-    """Yield by how much a correction lowers the judges' squared error, its ridge and its share."""
-    for ridge in RIDGES:
-        change = correction(weight, fitted, ridge)
-        share, gain = held_share(weight, change, judges)
-        yield gain, ridge, share
-
-
-def correction(weight: Tensor, inputs: Inputs, ridge: float) -> Tensor:
-    """Return W (X - X̂)ᵀX̂ (X̂ᵀX̂)⁻¹, [out, in], with damping."""
+def correction(weights: Sequence[Tensor], inputs: Inputs, ridge: float) -> list[Tensor]:
+    """Return W (X - X̂)ᵀX̂ (X̂ᵀX̂)⁻¹ of each W [out, in], with damping."""
+    assert inputs.cross is not None
     factor = torch.linalg.cholesky(damped(inputs.hessian, ridge))
-    return torch.cholesky_solve((weight @ inputs.cross).T, factor).T
+    pulls = (torch.cat(list(weights)) @ inputs.cross).T
+    return list(torch.split(torch.cholesky_solve(pulls, factor).T, [len(w) for w in weights]))
 
 
 def held_share(weight: Tensor, change: Tensor, judges: Inputs) -> tuple[float, float]:
-    """Return which multiple of `change`, in [0, 1], serves the judges' tokens best, and its gain.
+    """Return the gain of a `change` on the judges' tokens, and which multiple in [0, 1] has it.
 
     The minimum over a of |W X - (W + a change) X̂|^2; the gain is how much lower it is than at 0.
     """
+    assert judges.cross is not None
     norm = float(((change @ judges.hessian) * change).sum())
     slope = float(((weight @ judges.cross) * change).sum())
     share = min(1.0, max(0.0, slope / norm)) if norm > 0 else 0.0
-    return share, share * (2 * slope - share * norm)
+    return share * (2 * slope - share * norm), share
 
 
 def rounded(weight: Tensor, fitted: Tensor, judges: Tensor, grid: Grid) -> Rounded:
@@ -157,6 +170,17 @@ def compensate(
     return values, steps
 
 
+def inverse_factor(hessian: Tensor) -> Tensor:
+    """Return the upper triangular U with UᵀU = H⁻¹, [B, in, in].
+
+    With P the reversal of order and P H P = L Lᵀ, it is P L⁻¹ P: H is never inverted itself.
+    """
+    lower = torch.linalg.cholesky(hessian.flip(-2, -1))
+    identity = torch.eye(hessian.shape[-1], device=hessian.device)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False)
+    return inverse.flip(-2, -1)
+
+
 def polish(
     values: Tensor, weight: Tensor, hessian: Tensor, grid: Grid, steps: Sequence[Tensor]
 ) -> None:
@@ -165,14 +189,18 @@ def polish(
     With G = (Q - W) H, the best value of column j, all others as they are, is q_j - G_j / H_jj.
     """
     curvature = hessian.diagonal(dim1=-2, dim2=-1)[:, None]
-    slope = (values - weight) @ hessian
-    for first in range(0, weight.shape[-1], LAZY):
-        last = min(first + LAZY, weight.shape[-1])
+    slope, width = (values - weight) @ hessian, weight.shape[-1]
+    for first in range(0, width, LAZY):
+        last = min(first + LAZY, width)
         moves = torch.empty_like(values[..., first:last])
-        for column in range(first, last):
-            now = values[..., column].clone()
-            best = now - slope[..., column] / curvature[..., column]
-            values[..., column] = grid.nearest(best, steps[column // BLOCK])
-            move = moves[..., column - first] = values[..., column] - now
-            slope[..., column:last] += move[..., None] * hessian[:, column, None, column:last]
+        for begin in range(first, last, BLOCK):
+            end, step = begin + BLOCK, steps[begin // BLOCK]
+            for column in range(begin, end):
+                now = values[..., column].clone()
+                best = now - slope[..., column] / curvature[..., column]
+                values[..., column] = grid.nearest(best, step)
+                move = moves[..., column - first] = values[..., column] - now
+                slope[..., column:end] += move[..., None] * hessian[:, column, None, column:end]
+            done = moves[..., begin - first : end - first]
+            slope[..., end:last] += done @ hessian[:, begin:end, end:last]
         slope[..., last:] += moves @ hessian[:, first:last, last:]

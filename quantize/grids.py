@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onboard.checkpoint import fp8, nvfp4
-from onboard.quantize.rounding import TARGETS
+from onboard.quantize.rounding import CHUNK, TARGETS
 
 Packed = dict[str, Tensor]  # `weight`, `weight_scale` and, in NVFP4, `weight_scale_2`
 
@@ -45,16 +45,20 @@ class NvFp4:
 
     def step(self, weights: Tensor, importance: Tensor) -> Tensor:
         """The step with the least squared error, each input weighted by its importance."""
-        amax, scale_2 = weights.abs().amax(-1), self.scale_2[:, None]
-        best, least = torch.zeros_like(amax), torch.full_like(amax, torch.inf)
-        for target in TARGETS:
-            scale = nvfp4.block_scale(amax * (nvfp4.E2M1_MAX / target), scale_2)
-            step = scale.float() * scale_2
-            error = self.nearest(weights, step[..., None]).sub_(weights).square_()
-            error = error.mul_(importance).sum(-1)
-            best = torch.where(error < least, step, best)
-            least = torch.minimum(error, least)
-        return best
+        height = max(1, CHUNK // (len(TARGETS) * weights[:, 0].numel()))
+        rows = weights.shape[1] if weights.is_cuda else height
+        parts = [self._step(part, importance) for part in torch.split(weights, rows, 1)]
+        return torch.cat(parts, 1)
+
+    def _step(self, weights: Tensor, importance: Tensor) -> Tensor:
+        """Try all targets at once."""
+        scale_2 = self.scale_2[:, None]
+        targets = torch.tensor(TARGETS, device=weights.device)[:, None, None]
+        scale = nvfp4.block_scale(weights.abs().amax(-1) * (nvfp4.E2M1_MAX / targets), scale_2)
+        steps = scale.float() * scale_2  # [targets, B, out]
+        error = self.nearest(weights, steps[..., None]).sub_(weights).square_().mul_(importance)
+        best = error.sum(-1).argmin(0, keepdim=True)
+        return steps.gather(0, best)[0]
 
     def nearest(self, values: Tensor, step: Tensor) -> Tensor:
         return nvfp4.round_to_e2m1(values / step).mul_(step)

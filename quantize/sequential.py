@@ -23,7 +23,7 @@ from torch import Tensor
 from onboard.checkpoint import fp8, taps
 from onboard.checkpoint.matrices import Group, Matrix
 from onboard.checkpoint.models import InputQuantizer, Runner
-from onboard.checkpoint.streaming import Pass, TrialEnds, visit_layers
+from onboard.checkpoint.streaming import Pass, pause, visit_layers
 from onboard.checkpoint.taps import Point
 from onboard.hardware import device_kind
 from onboard.quantize import rounding
@@ -46,7 +46,8 @@ class Flow:
 
     In a pass of the unquantized model they keep the first input of every step: the places that read
     one tensor, or a layer's experts. In a pass of the quantized model they quantize it where the
-    engine will; a trial ends when what is `watched` was seen.
+    engine will, and the pass pauses there when it is `watched`, until its matrices are rounded;
+    watched experts are seen in a trial of the whole layer.
     """
 
     def __init__(self, quantize: InputQuantizer) -> None:
@@ -68,7 +69,7 @@ class Flow:
         if point in self.watched:
             self._keep(point, found)
             if point.expert is None:
-                raise TrialEnds
+                pause()
         return found
 
     def as_served(self, point: Point, x: Tensor) -> Tensor:
@@ -271,25 +272,26 @@ def _round_dense(
     work: Work, step: Sequence[Point], seen: Seen, wanted: Seen, result: Layer
 ) -> None:
     """Round matrices that read one input, moved towards the wanted outputs."""
-    fitted, judges = (
-        Inputs.of(torch.cat([seen[n] for n in part]), torch.cat([wanted[n] for n in part]))
-        for part in _parted(seen)
-    )
-    moved, shares = {}, {}
-    for point in step:
-        for matrix in work.places[point]:
-            weight = work.view(point, matrix).float()
-            moved[matrix.module], shares[matrix.module] = corrected(weight, fitted, judges)
-    for group in {id(work.groups[m]): work.groups[m] for m in moved}.values():
-        stacked = torch.cat([moved[matrix.module] for matrix in group])[None]
+    matrices = [matrix for point in step for matrix in work.places[point]]
+    weights = [work.view(point, m).float() for point in step for m in work.places[point]]
+    fitted, judges = (_inputs(part, seen, wanted) for part in _parted(seen))
+    names = [matrix.module for matrix in matrices]
+    moved = dict(zip(names, corrected(weights, fitted, judges), strict=True))
+    for group in {id(work.groups[m]): work.groups[m] for m in names}.values():
+        stacked = torch.cat([moved[matrix.module][0] for matrix in group])[None]
         grid = work.grid(stacked, group[0].module)
         found = rounded(stacked, fitted.hessian[None], judges.hessian[None], grid)
         parts, first = grid.pack(found.values, found.steps, 0), 0
         for matrix in group:
             rows = slice(first, first := first + matrix.shape[0])
-            module = matrix.module
-            notes = {"correction": round(shares[module], 4), "damping": float(found.dampings)}
-            result.add(module, _rows(parts, rows), moved[module], **notes)
+            weight, share = moved[matrix.module]
+            notes = {"correction": round(share, 4), "damping": float(found.dampings)}
+            result.add(matrix.module, _rows(parts, rows), weight, **notes)
+
+
+def _inputs(passes: Sequence[int], seen: Seen, wanted: Seen) -> Inputs:
+    came = torch.cat([seen[n] for n in passes])
+    return Inputs.of(came, None if wanted is seen else torch.cat([wanted[n] for n in passes]))
 
 
 def _rows(parts: Packed, rows: slice) -> Packed:

@@ -102,19 +102,22 @@ def in_lock_step(
 def _stopping(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
     def stop_before(*args: Any, **kwargs: Any) -> Any:
         run = threading.current_thread()
-        if isinstance(run, Pass):
+        if not isinstance(run, Pass):
+            return forward(*args, **kwargs)
+        while True:
             run.wait_for(number)
-            while run.on_trial:
-                with contextlib.suppress(TrialEnds):
-                    forward(*args, **kwargs)
-                run.wait_for(number)
-        return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+            if not run.on_trial:
+                return result
 
     return stop_before
 
 
-class TrialEnds(Exception):
-    """Raised by a hook that has seen enough of a trial; the rest of the layer is not run."""
+def pause() -> None:
+    """Called by a hook inside of a layer: hand over until the pass may go on."""
+    run = threading.current_thread()
+    assert isinstance(run, Pass)
+    run.hand_over()
 
 
 class Pass(threading.Thread, Generic[T]):
@@ -141,17 +144,23 @@ class Pass(threading.Thread, Generic[T]):
     def wait_for(self, layer: int) -> None:
         """Called from inside: hand over until `layer` is loaded."""
         self.wants = layer
+        self.hand_over()
+
+    def hand_over(self) -> None:
         self._stopped.release()
         self._may_run.acquire()
 
     def try_out(self) -> None:
-        """Called from outside: run through the layer and be before it again, for what hooks see."""
+        """Called from outside: run on in the layer, until a hook pauses or to be before it again.
+
+        What was paused goes on from there, with the weights as they then are.
+        """
         self.on_trial = True
         self.go_on()
         self.on_trial = False
 
     def go_on(self) -> None:
-        """Called from outside: run until the next layer, or the end."""
+        """Called from outside: run until the next layer, or the end, or until a hook pauses."""
         self._may_run.release()
         self._stopped.acquire()
         if self.error is not None:

@@ -17,7 +17,7 @@ from onboard.checkpoint.matrices import Matrix
 from onboard.checkpoint.models import load_reference, open_reference
 from onboard.checkpoint.reader import Reader
 from onboard.checkpoint.skeleton import Skeleton
-from onboard.checkpoint.streaming import Pass, in_lock_step, stream_layers
+from onboard.checkpoint.streaming import Pass, in_lock_step, pause, stream_layers
 from onboard.errors import InputError
 
 IDS = torch.arange(3, 67).view(2, 32)
@@ -78,6 +78,31 @@ def test_every_layer_is_loaded_once_and_alone() -> None:
     assert result == [10, 11]
     assert said == [step for n in range(3) for step in (f"visit {n}", (10, n), (11, n))]
     assert calls == [0, 0, 1, 1, 1, 2, 2], "tried out once, and nothing of it is left"
+
+
+def test_a_paused_pass_goes_on_with_the_weights_of_then() -> None:
+    layers = nn.ModuleList(nn.Identity() for _ in range(2))
+    weight, said = [1.0], []
+
+    def layer(x: float) -> float:
+        pause()
+        said.append(x * weight[0])
+        return x * weight[0]
+
+    layers[0].forward = layer
+
+    def visit(number: int, runs: Sequence[Pass[float]]) -> None:
+        if number == 0:
+            for run in runs:
+                run.try_out()
+            assert said == [], "all of them wait inside"
+            weight[0] = 3.0
+        for run in runs:
+            run.go_on()
+
+    passes = [lambda x=x: layers[1](layers[0](x)) for x in (1.0, 2.0)]
+    assert in_lock_step(layers, visit, passes) == [3.0, 6.0]
+    assert said == [3.0, 6.0], "no part of the layer ran twice"
 
 
 def test_an_error_inside_a_pass_is_raised() -> None:

@@ -10,9 +10,11 @@ plot.svg; a run that was stopped goes on. The last line is PASS, or FAIL: and wh
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from tests.quality.measure import Candidate, Reference
 from tests.quality.ours import Point, Workshop
 from tests.quality.plot import draw
 
+CORES = len(os.sched_getaffinity(0))
 WEIGHTS = {"activations": "none"}
 QUICK = {"swaps": 0}  # which take longer than the whole choice
 DISTILLATION = {"epochs": 50, "minutes": 12}
@@ -84,16 +87,19 @@ class Model:
         scales = point.input_scales if params.get("activations") != "none" else None
         self.bench.keep(self.name, title, _row(point) | self.measured(point.weights, scales))
 
-    def peers(self, patterns: Sequence[str], group: str) -> None:
-        """Add the points of peers, unless they are there."""
+    def peers(self, patterns: Sequence[str], group: str, at_once: int = 1) -> None:
+        """Add the points of peers, unless they are there; those that run at once share the cores."""
         ids = ours.calibration_file(self.shop)
-        for peer in peers.selected(patterns):
-            if self.bench.has(self.name, peer.name):
-                continue
-            outcome = peers.run(
-                peer, self.shop.model.absolute(), ids.absolute(),
-                (self.bench.out / self.name / "peers").absolute(), threads=2,
-            )  # fmt: skip
+        asked = [p for p in peers.selected(patterns) if not self.bench.has(self.name, p.name)]
+        out = self.bench.out / self.name / "peers"
+
+        def run(peer: peers.Peer) -> peers.Outcome:
+            paths = (self.shop.model.absolute(), ids.absolute(), out.absolute())
+            return peers.run(peer, *paths, threads=max(1, CORES // at_once))
+
+        with ThreadPoolExecutor(at_once) as pool:
+            outcomes = list(pool.map(run, asked))
+        for peer, outcome in zip(asked, outcomes, strict=True):
             row: dict[str, Any] = {"group": group, "seconds": outcome.seconds,
                                    "bytes": outcome.bytes, "nvfp4_share": outcome.nvfp4_share,
                                    "select_seconds": outcome.select_seconds}  # fmt: skip
@@ -125,7 +131,7 @@ def smollm2(bench: Bench) -> Model:
     for method in ("rtn", "sequential"):
         model.ours(f"{method}-w4a4", method)
     model.peers(("modelopt/w4a4",), "W4A4 peer")
-    model.peers(WEIGHT_ONLY, "weight-only peer")
+    model.peers(WEIGHT_ONLY, "weight-only peer", at_once=2)
     model.peers(("modelopt/autoquantize-*",), "allocating peer")
     model.ours("bits-6.2", "sequential", budget={"bits": 6.2, **QUICK}, **WEIGHTS)
     points = bench.results["models"]["smollm2"]
@@ -146,7 +152,7 @@ def continuous_copy(bench: Bench, original: Model) -> None:
     model = Model(bench, "continuous", str(folder))
     for method in ("rtn", "sequential"):
         model.ours(f"{method}-w4a16", method, **WEIGHTS)
-    model.peers(peers.CONTINUOUS, "weight-only peer")
+    model.peers(peers.CONTINUOUS, "weight-only peer", at_once=2)
 
 
 def distilled(model: Model) -> None:

@@ -14,7 +14,15 @@ from onboard import adapt, source, twins
 from onboard.checkpoint import fp8, nvfp4
 from onboard.checkpoint.models import load_candidate, load_reference
 from onboard.quantize import calibrate, compensation, rounding, sequential, stage
-from onboard.quantize.compensation import Inputs, compensate, corrected, damped, held_share, rounded
+from onboard.quantize.compensation import (
+    Inputs,
+    compensate,
+    corrected,
+    damped,
+    held_share,
+    inverse_factor,
+    rounded,
+)
 from onboard.quantize.grids import Fp8, NvFp4, dequantize
 from onboard.recipe import Adapt, Calibrate, Quantize, Source
 from onboard.store import file_digest
@@ -140,10 +148,38 @@ def test_the_correction_undoes_a_linear_change_of_the_inputs() -> None:
     x, weight = inputs(2048, 16), torch.randn(8, 16)
     change = torch.eye(16) + 0.1 * torch.randn(16, 16)
     halves = [(part @ change, part) for part in x.split(1024)]
-    moved, share = corrected(weight, *(Inputs.of(seen, wanted) for seen, wanted in halves))
+    ((moved, share),) = corrected([weight], *(Inputs.of(seen, wanted) for seen, wanted in halves))
     wanted, seen = x @ weight.T, (x @ change) @ moved.T
     assert share == pytest.approx(1, abs=0.05)
     assert float((seen - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_matrices_that_read_one_input_are_corrected_as_each_alone() -> None:
+    x, noise = inputs(2048, 16), torch.randn(2048, 16)
+    halves = [Inputs.of(x[half] + 0.1 * noise[half], x[half])
+              for half in (slice(0, 1500), slice(1500, None))]  # fmt: skip
+    weights = [torch.randn(8, 16), torch.randn(3, 16), torch.randn(20, 16)]
+    together = corrected(weights, *halves)
+    for weight, (moved, share) in zip(weights, together, strict=True):
+        ((alone, alone_share),) = corrected([weight], *halves)
+        assert share == pytest.approx(alone_share, rel=1e-4)
+        assert torch.allclose(moved, alone, atol=1e-5)
+
+
+def test_without_other_wishes_nothing_is_corrected() -> None:
+    x, weight = inputs(64, 16), torch.randn(8, 16)
+    ((moved, share),) = corrected([weight], Inputs.of(x, None), Inputs.of(x, None))
+    assert moved is weight
+    assert share == 0
+
+
+def test_the_factor_of_the_inverse() -> None:
+    x = inputs(200, 48)
+    hessian = damped((x.T @ x)[None].repeat(2, 1, 1), torch.tensor([0.01, 0.3]))
+    upper = inverse_factor(hessian)
+    assert torch.equal(upper, upper.triu())
+    identity = upper.mT @ upper @ hessian
+    assert torch.allclose(identity, torch.eye(48).expand_as(identity), atol=1e-3)
 
 
 def test_a_correction_that_is_noise_is_not_held() -> None:
