@@ -88,7 +88,7 @@ class Model:
         self.bench.keep(self.name, title, _row(point) | self.measured(point.weights, scales))
 
     def peers(self, patterns: Sequence[str], group: str, at_once: int = 1) -> None:
-        """Add the points of peers, unless they are there; those that run at once share the cores."""
+        """Add the points of peers, unless they are there; those run at once share the cores."""
         ids = ours.calibration_file(self.shop)
         asked = [p for p in peers.selected(patterns) if not self.bench.has(self.name, p.name)]
         out = self.bench.out / self.name / "peers"
