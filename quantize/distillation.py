@@ -46,7 +46,7 @@ FOLDER, RESULT, STATE = "distilled", "distillation.json", "training.pt"
 INSET = 0.2  # of a cell, kept free between a latent weight and the cell's bounds at the start
 BETAS = (0.9, 0.95)
 EPS = 1e-12  # gradients are per step of a block, and small
-NORM_RATE = 0.1  # of the learning rate: every token feels a norm's change, whatever the rounding
+NORM_RATE = 0.1  # of the learning rate: every token feels a norm's change
 CLIP = 1.0  # largest gradient norm
 WINDOW = 16  # batches within which documents are sorted by length, to pad less
 CHUNK = 128  # tokens whose logits exist at once
@@ -276,10 +276,17 @@ def _train(work: Work, progress: Progress) -> Outcome:
 
 
 def _groups(work: Work) -> list[dict[str, Any]]:
-    """Return the optimizer's groups; `share` is theirs of the learning rate."""
+    """Return the optimizer's groups; `share` is theirs of the learning rate.
+
+    Norms stay as they are where weights train: a norm moves by a step of its dtype, which is more
+    at once than a weight learns in many steps.
+    """
     norms = [one.latent for one in work.student.trained if isinstance(one, Norm)]
     others = [one.latent for one in work.student.trained if not isinstance(one, Norm)]
-    return [{"params": norms, "share": NORM_RATE}, {"params": others, "share": 1.0}]
+    groups = [{"params": others, "share": 1.0}]
+    if work.params.train == "norms":
+        groups.append({"params": norms, "share": NORM_RATE})
+    return groups
 
 
 def _why_stop(work: Work, state: State) -> str:
@@ -344,7 +351,8 @@ def _update(
     weight = 1 / total if share else 0.0
     work.accelerator.backward((hidden.float() * gradient).sum() * (weight * processes))  # averaged
     work.student.take_gradients()
-    work.accelerator.clip_grad_norm_(work.latents, CLIP)
+    moving = [latent for group in optimizer.param_groups for latent in group["params"]]
+    work.accelerator.clip_grad_norm_(moving, CLIP)
     optimizer.step()
     optimizer.zero_grad()
     work.student.show()

@@ -1,8 +1,8 @@
 """The student of a distillation: the source's model, computing with what was stored of it.
 
 Its parameters hold dequantized weights, and taps round what enters matrices where engines will.
-What is trained are weights behind their rounding, or the scales that fused matrices share; norms
-in either case.
+What is trained are weights behind their rounding; or norms, and the scales that fused matrices
+share.
 """
 
 from __future__ import annotations
