@@ -140,7 +140,8 @@ class Budget(Section):
     speed: float | None = Field(None, ge=1, le=16 / 4.5)  # times bf16's, by bytes read per token
     kl_max: float | None = Field(None, gt=0)  # measured on the selection documents
     documents: int = Field(8, ge=2)  # of the calibration set, to measure sensitivities
-    swaps: int = Field(4, ge=0)  # tried on the joint KL of the selection documents
+    # Tried on the joint KL of the selection documents, as pair terms are; 0: neither, the quickest.
+    swaps: int = Field(4, ge=0)
     seed: int = 0
 
     @model_validator(mode="after")

@@ -57,7 +57,7 @@ def allocate(maker: Maker) -> Allocation:
     method = PROXY if maker.params.method == "auto" else maker.params.method
     choice = allocation.choose(alone, limit, lambda formats: _joint(maker, formats, method))
     said: dict[str, Any] = dict(pairs.describe())
-    if pairs.used:
+    if pairs.used and maker.params.budget.swaps:
         choice, said["won"] = _with_pairs(maker, choice, limit, pairs, method)
     choice, swaps = allocation.refine(
         choice, limit, lambda formats: _joint(maker, formats), maker.params.budget.swaps

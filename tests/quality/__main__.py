@@ -29,7 +29,7 @@ from tests.quality.plot import draw
 
 CORES = len(os.sched_getaffinity(0))
 WEIGHTS = {"activations": "none"}
-QUICK = {"swaps": 0}  # which take longer than the whole choice
+QUICK = {"swaps": 0, "documents": 6}  # joint KLs would take longer than the whole choice
 DISTILLATION = {"epochs": 50, "minutes": 12}
 WEIGHT_ONLY = ("modelopt/w4a16", "modelopt/awq_lite", "modelopt/local_hessian", "modelopt/gptq",
                "llmcompressor/*", "autoround/iters-0")  # fmt: skip
