@@ -272,10 +272,9 @@ def _round_dense(
     work: Work, step: Sequence[Point], seen: Seen, wanted: Seen, result: Layer
 ) -> None:
     """Round matrices that read one input, moved towards the wanted outputs."""
-    matrices = [matrix for point in step for matrix in work.places[point]]
+    names = [matrix.module for point in step for matrix in work.places[point]]
     weights = [work.view(point, m).float() for point in step for m in work.places[point]]
     fitted, judges = (_inputs(part, seen, wanted) for part in _parted(seen))
-    names = [matrix.module for matrix in matrices]
     moved = dict(zip(names, corrected(weights, fitted, judges), strict=True))
     for group in {id(work.groups[m]): work.groups[m] for m in names}.values():
         stacked = torch.cat([moved[matrix.module][0] for matrix in group])[None]

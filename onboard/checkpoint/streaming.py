@@ -109,6 +109,7 @@ def _stopping(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
             result = forward(*args, **kwargs)
             if not run.on_trial:
                 return result
+            del result  # or it would be held through all that waits before the layer
 
     return stop_before
 
