@@ -22,6 +22,7 @@ from onboard.lookup import Found
 from onboard.modelconfig import parse_config
 from onboard.recipe import Recipe, Smoke
 from onboard.source import kind_of
+from onboard.speculators.disk import STATES, bytes_per_token
 
 Facts = dict[str, Any]
 
@@ -30,7 +31,6 @@ SENSITIVITY_PASSES = 5  # forward and back through the source, and every unit's 
 DISTILLATION_PASSES = 4  # teacher, student, back through the student
 METHODS = ("rtn", "sweep", "gptq", "sequential")
 STEP_WIDTHS = 8  # hidden sizes that the inputs of a layer's matrices are wide, about
-AUX_STATES = 3  # hidden states that an EAGLE-3 head reads, beside the last one
 BF16, FP32 = 2, 4  # bytes
 TASK_TOKENS = 4 * 128  # of one HellaSwag item: four endings; an upper estimate
 CONTEXT = 8192  # tokens, of the decoding ceilings
@@ -205,16 +205,19 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
     documents = min(recipe.quantize.documents, data.calibration_documents)
     compensated = documents * data.tokens_per_document
     kept_inputs = compensated * (STEP_WIDTHS * FP32 + 2 * BF16) * hidden
-    kept_tokens = data.training_prompts * (data.tokens_per_prompt + answered.max_new_tokens)
+    kept_tokens = feature_tokens(recipe)
     logits = recipe.fidelity.batch_size * data.tokens_per_document * _vocabulary(held) * FP32 * 2
     state = hidden * BF16
     is_hub = kind_of(recipe.source.model) == "hub"
     forward = 2 * held.active  # FLOPs per token
-    features = feature_bytes(hidden, kept_tokens)
+    features = bytes_per_token(hidden, answered.storage) * kept_tokens
     head = head_parameters(hidden, recipe.speculate.draft_vocab_size)
     trained = 6 * head * kept_tokens * recipe.speculate.epochs * recipe.speculate.ttt_steps
     steps = math.ceil(data.training_prompts / answered.batch_size) * answered.max_new_tokens
     per_step = step.step_bytes(answered.batch_size, data.tokens_per_prompt)
+    in_flight = answered.batch_size * data.tokens_per_prompt
+    if answered.answers:
+        in_flight = (1 + STATES) * min(answered.prefill_tokens, kept_tokens)
 
     def work(stage: str, memory: float = 0, disk: float = 0, **rest: float) -> Work:
         reads = reads_of(stage, recipe)
@@ -241,7 +244,7 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
         ),
         work(
             "features",
-            layer + answered.batch_size * data.tokens_per_prompt * state,
+            layer + in_flight * state,
             features,
             flops=forward * kept_tokens,
             decode_bytes=steps * per_step,
@@ -253,8 +256,12 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
 
 def reads_of(stage: str, recipe: Recipe) -> Reads:
     """Return the reads of a stage, which its settings may change."""
-    if stage == "features" and recipe.features.target == "source":
-        return Reads(source=READS[stage].candidate)
+    if stage == "features":
+        reads = READS[stage].candidate
+        if recipe.features.answers:  # of somebody's server; here states are taken, by the part
+            reads = math.ceil(feature_tokens(recipe) / recipe.features.prefill_tokens)
+        of_source = recipe.features.target == "source"
+        return Reads(source=reads) if of_source else Reads(candidate=reads)
     if stage == "quantize":
         methods, has_budget = methods_of(recipe), recipe.quantize.budget.limit is not None
         measured = (len(methods) if len(methods) > 1 else 0) + has_budget
@@ -305,9 +312,10 @@ def _vocabulary(held: Inventory) -> int:
     return max((w.shape[0] for w in held.entries if w.role in (Role.HEAD, Role.EMBED)), default=0)
 
 
-def feature_bytes(hidden_size: int, tokens: int) -> int:
-    """Return the disk that features take: (aux + 1) hidden states in bf16 per token."""
-    return (AUX_STATES + 1) * hidden_size * BF16 * tokens
+def feature_tokens(recipe: Recipe) -> int:
+    """Return the tokens whose hidden states are kept, where every text is as long as it may be."""
+    data, answered = recipe.data, recipe.features
+    return data.training_prompts * (data.tokens_per_prompt + answered.max_new_tokens)
 
 
 def head_parameters(hidden_size: int, draft_vocab_size: int) -> int:
@@ -320,14 +328,13 @@ def head_parameters(hidden_size: int, draft_vocab_size: int) -> int:
 
 
 def _features(held: Inventory, recipe: Recipe) -> Facts:
-    tokens = recipe.data.training_prompts * (
-        recipe.data.tokens_per_prompt + recipe.features.max_new_tokens
-    )
-    hidden = held.config.hidden_size
+    tokens, storage = feature_tokens(recipe), recipe.features.storage
+    each = bytes_per_token(held.config.hidden_size, storage)
     return {
-        "bytes_per_token": feature_bytes(hidden, 1),
+        "bytes_per_token": each,
+        "storage": storage,
         "tokens": tokens,
-        "bytes": feature_bytes(hidden, tokens),
+        "bytes": each * tokens,
     }
 
 

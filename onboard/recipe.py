@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from onboard.errors import InputError
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = "smollm2-135m"
 PARENTS = ("base", "release")  # extended by recipes, not models themselves
+PROFILES = ("code", "agent", "chat", "math")  # of traffic; onboard/data/traffic.py fills them
+MOVED = {"speculate.traffic": "data.traffic"}  # asked of one stage, done by another
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,10 @@ class Data(Section):
     """Documents for calibration, selection, training and evaluation, disjoint by content."""
 
     corpora: tuple[Corpus, ...] = ()
+    # What prompts are like: shares of profiles and of JSONL files of one's own requests, or the
+    # path of one such file; null: as the corpora. Documents always come from the corpora.
+    traffic: dict[str, float] | None = None
+    online: bool = False  # profiles also draw on public datasets of the Hub
     calibration_documents: int = Field(64, ge=1)
     selection_documents: int = Field(24, ge=0)
     evaluation_documents: int = Field(40, ge=2)
@@ -109,6 +124,32 @@ class Data(Section):
     tokens_per_prompt: int = Field(192, ge=16)
     seed: int = 0
     gates: DataGates = DataGates()
+
+    @field_validator("traffic", mode="before")
+    @classmethod
+    def _one_share(cls, given: Any) -> Any:
+        return {given: 1.0} if isinstance(given, str) else given
+
+    @field_validator("traffic")
+    @classmethod
+    def _known_shares(cls, shares: dict[str, float] | None) -> dict[str, float] | None:
+        for name, share in (shares or {}).items():
+            if name not in PROFILES and not is_file(name):
+                near = difflib.get_close_matches(name, PROFILES, 1)
+                raise ValueError(
+                    f"{name!r} is no profile ({', '.join(PROFILES)}) and no path of a JSONL file"
+                    + (f"; did you mean {near[0]}?" if near else "")
+                )
+            if not 0 <= share < math.inf:
+                raise ValueError(f"the share of {name} is {share:g}, expected 0 or more")
+        if shares is not None and not sum(shares.values()):
+            raise ValueError("no share is above 0")
+        return shares
+
+
+def is_file(name: str) -> bool:
+    """Tell whether a name in `data.traffic` is a path: profiles have no dot and no slash."""
+    return "." in name or "/" in name
 
 
 class CalibrateGates(Section):
@@ -140,8 +181,7 @@ class Budget(Section):
     speed: float | None = Field(None, ge=1, le=16 / 4.5)  # times bf16's, by bytes read per token
     kl_max: float | None = Field(None, gt=0)  # measured on the selection documents
     documents: int = Field(8, ge=2)  # of the calibration set, to measure sensitivities
-    # Tried on the joint KL of the selection documents, as pair terms are; 0: neither, the quickest.
-    swaps: int = Field(4, ge=0)
+    swaps: int = Field(4, ge=0)  # tried on the joint KL of the selection documents
     seed: int = 0
 
     @model_validator(mode="after")
@@ -222,8 +262,13 @@ class Features(Section):
     """Answers of the target to the training prompts, and the hidden states behind them."""
 
     target: Literal["source", "quantize"] = "quantize"
+    # Base URL of an OpenAI-compatible server of the same target; null: it answers in this process.
+    answers: str | None = Field(None, pattern=r"^https?://\S+$")
     max_new_tokens: int = Field(128, ge=1)
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(32, ge=1)  # prompts answered at once
+    # Tokens of a server's answers whose states are taken in one reading of the target.
+    prefill_tokens: int = Field(2**18, ge=1)
+    storage: Literal["bf16", "fp8"] = "bf16"  # fp8: E4M3 with a scale per hidden state
     gates: FeaturesGates = FeaturesGates()
 
 
@@ -231,19 +276,62 @@ class SpeculateGates(Section):
     offline_acceptance_length: float | None = at_least()
 
 
-class Speculate(Section):
-    """A one-layer EAGLE-3 head with training-time test."""
+class Draft(Section):
+    """The draft's shape; null: the target's, or heads of its own where the target's are latent."""
 
+    family: Literal["eagle3", "peagle"] = "eagle3"  # peagle drafts all its tokens in one pass
+    layers: int = Field(1, ge=1)
+    window: int | None = Field(None, ge=2)  # tokens that a token attends to; null: all
+    heads: int | None = Field(None, ge=1)
+    kv_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=8, multiple_of=2)
+    intermediate_size: int | None = Field(None, ge=1)
+    norm_before_residual: bool = False  # EAGLE-3.1's switches, see Eagle3
+    norm_output: bool = False
+    fc_norm: bool = False
+
+    @model_validator(mode="after")
+    def _switches_fit(self) -> Draft:
+        if self.family == "peagle" and (self.norm_output or self.fc_norm):
+            raise ValueError("norm_output and fc_norm: engines know them of eagle3 drafts alone")
+        return self
+
+
+class Speculate(Section):
+    """An EAGLE-3 head with training-time test."""
+
+    draft: Draft = Draft()
+    sweep: dict[str, tuple[Any, ...]] = {}  # field of draft -> values: every combination is trained
+    processes: int | None = Field(None, ge=1)  # null: one per GPU
     draft_vocab_size: int = Field(4096, ge=2)
     ttt_steps: int = Field(3, ge=1)
     step_decay: float = Field(0.8, gt=0)
+    loss: Literal["forward_kl", "reverse_kl", "lk", "lk_hybrid"] = "forward_kl"
     epochs: int = Field(3, ge=1)
     batch_size: int = Field(8, ge=1)
+    row_tokens: int | None = Field(None, ge=2)  # pack documents into rows; null: a row each
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(0.5, gt=0)  # largest gradient norm
     learning_rate: float = Field(1e-3, gt=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    final_rate: float = Field(0.05, ge=0, le=1)  # share of the learning rate at the end
     warmup_steps: int = Field(30, ge=0)
     checkpoint_steps: int = Field(25, ge=1)
+    looks: int = Field(10, ge=1)  # estimates of the acceptance length while training
     seed: int = 0
     gates: SpeculateGates = SpeculateGates()
+
+    @model_validator(mode="after")
+    def _sweep_fits(self) -> Speculate:
+        """Check every value of the sweep as one of the draft's field."""
+        for name, values in self.sweep.items():
+            if not values:
+                raise ValueError(f"sweep.{name}: no value to try")
+            for value in values:
+                Draft(**{name: value})
+        return self
 
 
 class SmokeGates(Section):
@@ -253,6 +341,19 @@ class SmokeGates(Section):
     near_tie_share: float | None = at_most(0.1)
     acceptance_length: float | None = at_least()
     acceptance_length_lo: float | None = at_least()
+    sampling_p_value: float | None = at_least(0.001)  # where smoke.sampling_checks asks for it
+
+
+class ShipsIf(Section):
+    """When the speculator ships; else the bundle goes without it and says why. null: not asked."""
+
+    # The lower 95% bound of the greedy acceptance length must be above it; a head that never
+    # helps measures exactly 1.
+    acceptance_length_lo: float | None = Field(1.0, ge=1)
+    # Tokens/s with it over those without, at least; asked only of an engine that runs the
+    # checkpoint natively: an emulation's speed says nothing about a GPU.
+    speedup: float | None = Field(1.0, gt=0)
+    concurrency: int | None = Field(None, ge=1)  # of that speed-up; null: the first measured
 
 
 class Smoke(Section):
@@ -268,7 +369,29 @@ class Smoke(Section):
     num_speculative_tokens: int = Field(3, ge=1)
     max_tokens: int = Field(64, ge=8)
     startup_seconds: int = Field(600, ge=10)
+    concurrencies: tuple[PositiveInt, ...] = Field((1, 4), min_length=1)  # that are timed
+    sampling_checks: int = Field(0, ge=0)  # prompts whose sampled tokens are compared; 0: none
+    ship: ShipsIf = ShipsIf()
     gates: SmokeGates = SmokeGates()
+
+    @property
+    def judged_concurrency(self) -> int:
+        """The concurrency at which the speculator must not be slower."""
+        return self.ship.concurrency or self.concurrencies[0]
+
+    def limits(self) -> dict[str, Limit]:
+        """Return the limits of what is measured: sampled tokens only where they are compared."""
+        found = super().limits()
+        measured = self.sampling_checks > 0
+        return {k: v for k, v in found.items() if measured or k != "sampling_p_value"}
+
+    @model_validator(mode="after")
+    def _concurrencies_fit(self) -> Smoke:
+        if (most := max(self.concurrencies)) > self.max_num_seqs:
+            raise ValueError(f"concurrencies: {most} is more than max_num_seqs {self.max_num_seqs}")
+        if self.judged_concurrency not in self.concurrencies:
+            raise ValueError(f"ship.concurrency: {self.judged_concurrency} is not measured")
+        return self
 
 
 class Recipe(Section):
@@ -390,9 +513,20 @@ def parse(data: Mapping[str, Any], name: str, assignments: Sequence[str] = ()) -
             patch = {part: patch}
         data = merge(data, patch)
     try:
-        return Recipe.model_validate(data)
+        return Recipe.model_validate(_moved(data))
     except ValidationError as e:
         raise InputError(_explain(e)) from e
+
+
+def _moved(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe with the keys of `MOVED` where they are read."""
+    for old, new in MOVED.items():
+        (section, key), (there, name) = old.split("."), new.split(".")
+        held = data.get(section)
+        if isinstance(held, Mapping) and key in held:
+            rest = {k: v for k, v in held.items() if k != key}
+            data = merge({**data, section: rest}, {there: {name: held[key]}})
+    return dict(data)
 
 
 def _explain(error: ValidationError) -> str:
@@ -402,12 +536,25 @@ def _explain(error: ValidationError) -> str:
         *parents, unknown = first["loc"]
         valid = list(_model_at(parents).model_fields)
         near = difflib.get_close_matches(str(unknown), valid, 1)
+        if not near and (elsewhere := _sections_with(str(unknown))):
+            return f"recipe: unknown key {key}; did you mean {' or '.join(elsewhere)}?"
         return f"recipe: unknown key {key}" + (
             f"; did you mean {'.'.join(map(str, [*parents, near[0]]))}?"
             if near
             else f"; valid keys here: {', '.join(valid)}"
         )
     return f"recipe: {key}: {first['msg']} (found {first.get('input')!r})"
+
+
+def _sections_with(key: str) -> list[str]:
+    """Return where a key that is unknown here is known: the sections that have it."""
+    return [
+        f"{name}.{key}"
+        for name, field in Recipe.model_fields.items()
+        if isinstance(kind := field.annotation, type)
+        and issubclass(kind, Section)
+        and key in kind.model_fields
+    ]
 
 
 def _model_at(path: Sequence[str | int]) -> type[BaseModel]:

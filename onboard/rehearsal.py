@@ -52,6 +52,7 @@ SMALL: dict[str, Any] = {
         "max_model_len": 256,
         "max_num_seqs": 6,
         "max_tokens": 12,
+        "concurrencies": [1],
         "gates": {
             "looped_share": None,
             "acceptance_length": None,

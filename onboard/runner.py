@@ -84,6 +84,8 @@ def _conclude(run: Run, out: Path) -> tuple[dict[str, Any], int]:
 
 def document(run: Run, bundle: Path | None) -> dict[str, Any]:
     """Return the document that `onboard run --json` prints."""
+    from onboard.report.facts import speculator
+
     return {
         "verdict": "pass" if run.passed else "fail",
         "bundle": str(bundle) if bundle else None,
@@ -100,6 +102,7 @@ def document(run: Run, bundle: Path | None) -> dict[str, Any]:
             }
             for gate in run.gates
         ],
+        "speculator": speculator(run),
         "metrics": run.metrics,
         "stages": [asdict(outcome) for outcome in run.outcomes],
     }

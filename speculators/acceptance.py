@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from onboard.hardware import device_kind
+from onboard.speculators.batches import Batch
 from onboard.speculators.eagle3 import Eagle3
 from onboard.speculators.shards import Document, Place
-from onboard.speculators.training import Batch
 from onboard.speculators.vocabulary import Vocabulary
 
 

@@ -49,9 +49,11 @@ class Capture:
     """Keep three layer boundaries and the final norm's INPUT of every forward pass inside `with`.
 
     HF's own `hidden_states[-1]` is the norm's output: it would train the draft on the wrong side.
+    A `device` takes each state there at once, which leaves the model's own device its memory.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, device: str | None = None) -> None:
+        self.device = device
         decoder, norm = decoder_of(model), final_norm(model)
         boundaries = [*decoder.layers, norm]
         self.modules = [*(boundaries[i] for i in aux_layers(len(decoder.layers))), norm]
@@ -78,8 +80,9 @@ class Capture:
 
     def _keep(self, slot: int) -> Any:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states = self.states[threading.get_ident()]
-            states[slot] = args[0] if args else kwargs["hidden_states"]
+            state = args[0] if args else kwargs["hidden_states"]
+            moved = state if self.device is None else state.to(self.device, torch.bfloat16)
+            self.states[threading.get_ident()][slot] = moved
 
         return hook
 
@@ -91,10 +94,15 @@ class Capture:
         return torch.stack([state.to(torch.bfloat16) for state in states], dim=2)
 
 
-def prefill(runner: Runner, documents: Sequence[Tensor]) -> list[Tensor]:
+def prefill(
+    runner: Runner,
+    documents: Sequence[Tensor],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Tensor]:
     """Return the states of whole documents, ids i64 [T] -> bf16 [T, 4, H] on the CPU.
 
     Each document is a pass of its own: a layer at a time where the model does not fit in memory.
+    `progress` then counts layers.
     """
 
     def alone(ids: Tensor) -> Callable[[], Tensor]:
@@ -105,8 +113,8 @@ def prefill(runner: Runner, documents: Sequence[Tensor]) -> list[Tensor]:
 
         return run
 
-    with Capture(runner.model) as capture:
-        return runner.run([alone(ids) for ids in documents])
+    with Capture(runner.model, None if runner.resident else "cpu") as capture:
+        return runner.run([alone(ids) for ids in documents], progress)
 
 
 @dataclass(frozen=True)

@@ -1,98 +1,28 @@
-"""The EAGLE-3 draft: one Llama layer over (next token, fused hidden states) of the target.
+"""The EAGLE-3 draft: Llama layers over (next token, fused hidden states) of the target.
 
 Reads x_{t+1} and g_t = three hidden states of the target at t, and predicts x_{t+2}. Training-time
 test (TTT) feeds the draft's own output back as the hidden state of the next step, as drafting
 does. Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
-Training-Time Test", 2025. Parameter names are those of the engines' loaders.
+Training-Time Test", 2025. A P-EAGLE draft reads the same mask at every later step, so that an
+engine runs them all in one pass; Source: Hui et al., "P-EAGLE: Parallel-Drafting EAGLE with
+Scalable Training", 2026. Parameter names are those of the engines' loaders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from onboard.errors import InputError
+from onboard.speculators.attention import KeysValues, Sight, attend
 from onboard.speculators.head import Head, rms_norm
+from onboard.speculators.shape import DraftConfig
 from onboard.speculators.vocabulary import Vocabulary
 
 AUX = 3  # hidden states that the draft fuses
-ROPE_THETA = 10000.0  # where the target has no rotary positions of its own
-HEAD_DIM = 128  # where the target's attention is latent and its head_dim means something else
-
-
-@dataclass(frozen=True)
-class DraftConfig:
-    """Shape of the draft; `bos`, `eos` and `pad` ids travel to the engines unchanged."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    rope_theta: float
-    rms_norm_eps: float
-    max_position_embeddings: int
-    bos_token_id: int | None
-    eos_token_id: int | list[int] | None
-    pad_token_id: int | None
-
-    @classmethod
-    def of_target(cls, config: Mapping[str, Any], draft_vocab_size: int) -> DraftConfig:
-        """Take the shape from a target's `config.json`, whatever its own attention is.
-
-        A target with latent attention (`kv_lora_rank`) or without the number of heads gets heads
-        of 128 (or of its whole width, where that is no multiple), a quarter of them for keys and
-        values. Raises InputError where the hidden or vocabulary size is absent.
-        """
-        text = config.get("text_config") or config
-        for key in ("hidden_size", "vocab_size"):
-            if key not in text:
-                raise InputError(f"config.json: no {key!r}; EAGLE-3 takes its width from it")
-        width = int(text["hidden_size"])
-        heads, kv_heads, head_dim = _heads(text, width)
-        return cls(
-            hidden_size=width,
-            intermediate_size=int(text.get("intermediate_size") or 3 * width),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=int(text["vocab_size"]),
-            draft_vocab_size=min(draft_vocab_size, int(text["vocab_size"])),
-            rope_theta=_rope_theta(text),
-            rms_norm_eps=float(text.get("rms_norm_eps") or 1e-6),
-            max_position_embeddings=int(text.get("max_position_embeddings") or 8192),
-            bos_token_id=text.get("bos_token_id", config.get("bos_token_id")),
-            eos_token_id=text.get("eos_token_id", config.get("eos_token_id")),
-            pad_token_id=text.get("pad_token_id", config.get("pad_token_id")),
-        )
-
-
-def _heads(text: Mapping[str, Any], width: int) -> tuple[int, int, int]:
-    """Return (query heads, key-value heads, head_dim)."""
-    heads = text.get("num_attention_heads")
-    if heads and not text.get("kv_lora_rank"):
-        head_dim = int(text.get("head_dim") or width // heads)
-        return int(heads), int(text.get("num_key_value_heads") or heads), head_dim
-    head_dim = HEAD_DIM if width % HEAD_DIM == 0 else width
-    heads = width // head_dim
-    return heads, heads // 4 if heads % 4 == 0 else heads, head_dim
-
-
-def _rope_theta(text: Mapping[str, Any]) -> float:
-    """Find theta flat, in `rope_parameters`, or nested there by layer type (full attention)."""
-    parameters = text.get("rope_parameters") or {}
-    nested = parameters.get("full_attention") or {}
-    for place in (parameters, nested, text):
-        if place.get("rope_theta") is not None:
-            return float(place["rope_theta"])
-    return ROPE_THETA
 
 
 class RMSNorm(nn.Module):
@@ -116,7 +46,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, c: DraftConfig) -> None:
+    def __init__(self, c: DraftConfig, width: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = (
             c.num_attention_heads,
@@ -124,24 +54,20 @@ class Attention(nn.Module):
             c.head_dim,
         )
         self.theta = c.rope_theta
-        wide = 2 * c.hidden_size
-        self.q_proj = nn.Linear(wide, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(wide, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(wide, self.kv_heads * self.head_dim, bias=False)
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, c.hidden_size, bias=False)
 
     def query(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [B, T, 2H] -> rotated q [B, heads, T, d], scaled by d^-1/2."""
+        """x [B, T, width] -> rotated q [B, heads, T, d], scaled by d^-1/2."""
         q = self._split(self.q_proj(x), self.heads)
         return rotate(q, positions, self.theta) * float(self.head_dim**-0.5)
 
-    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, 2H] -> rotated k and v, repeated to every query head: [B, heads, T, d]."""
-        k = self._split(self.k_proj(x), self.kv_heads)
-        v = self._split(self.v_proj(x), self.kv_heads)
-        groups = self.heads // self.kv_heads
-        k = rotate(k, positions, self.theta).repeat_interleave(groups, 1)
-        return k, v.repeat_interleave(groups, 1)
+    def keys_values(self, x: Tensor, positions: Tensor) -> KeysValues:
+        """x [B, T, width] -> rotated k, and v: [B, kv_heads, T, d]."""
+        k, v = (self._split(linear(x), self.kv_heads) for linear in (self.k_proj, self.v_proj))
+        return rotate(k, positions, self.theta), v
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.view(*x.shape[:-1], heads, self.head_dim).transpose(1, 2)
@@ -160,46 +86,74 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A Llama layer whose attention reads [embedding, hidden]; the residual is the hidden state."""
+    """A Llama layer. The first one's attention reads [embedding, hidden], twice as wide."""
 
-    def __init__(self, c: DraftConfig) -> None:
+    def __init__(self, c: DraftConfig, is_first: bool) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c)
+        if is_first:
+            self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c, 2 * c.hidden_size if is_first else c.hidden_size)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c)
+        self.is_first, self.norm_before_residual = is_first, c.norm_before_residual
 
-    def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Return what attention reads: [B, T, H] twice -> [B, T, 2H]."""
-        return torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), -1)
+    def entering(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (what attention reads, the residual) of [B, T, H] twice.
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [B, T, H], attended [B, heads, T, d] -> the layer's output [B, T, H]."""
-        hidden = hidden + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        `norm_before_residual` takes the normed hidden state as the residual.
+        """
+        if not self.is_first:
+            return self.input_layernorm(hidden), hidden
+        normed = self.hidden_norm(hidden)
+        joined = torch.cat((self.input_layernorm(embedded), normed), -1)
+        return joined, normed if self.norm_before_residual else hidden
+
+    def leaving(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """residual [B, T, H], attended [B, heads, T, d] -> the layer's output [B, T, H]."""
+        hidden = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
 
+@dataclass
+class Cache:
+    """A layer's keys and values: of the row's positions, and of every later step's drafts."""
+
+    first: KeysValues
+    own: list[KeysValues]
+
+
 class Eagle3(nn.Module):
-    """The draft. Embedding [V, H] and output rows [Vd, H] are the target's own, frozen."""
+    """The draft. Embedding [V, H] and output rows [Vd, H] are the target's own, frozen.
+
+    EAGLE-3.1's switches: `fc_norm` norms each of the target's states before they are fused,
+    `norm_before_residual` takes the normed state as the first layer's residual, and `norm_output`
+    hands the normed output to the next step. Where the config has a `mask_token_id` the later steps
+    read that token and the trained `mask_hidden`, as if the target had given it.
+    """
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(AUX * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList([Layer(config)])
+        if config.fc_norm:
+            norms = [RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(AUX)]
+            self.fc_norm = nn.ModuleList(norms)
+        self.layers = nn.ModuleList(
+            [Layer(config, number == 0) for number in range(config.num_hidden_layers)]
+        )
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, AUX * config.hidden_size))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         for frozen in (self.embed_tokens, self.lm_head):
             frozen.requires_grad_(False)
 
     @property
-    def layer(self) -> Layer:
-        layer = self.layers[0]
-        assert isinstance(layer, Layer)
-        return layer
+    def blocks(self) -> Sequence[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     @classmethod
     def initial(cls, config: DraftConfig, head: Head, vocabulary: Vocabulary, seed: int) -> Eagle3:
@@ -223,61 +177,87 @@ class Eagle3(nn.Module):
             draft.lm_head.weight.copy_(head.output[vocabulary.kept])
         return draft
 
+    def fuse(self, aux: Tensor) -> Tensor:
+        """Return the first step's hidden states of the target's: [..., 3, H] -> [..., H]."""
+        if self.config.fc_norm:
+            aux = torch.stack([norm(aux[..., i, :]) for i, norm in enumerate(self.fc_norm)], -2)
+        fused: Tensor = self.fc(aux.flatten(-2))
+        return fused
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return draft logits of the layer's output: [..., H] -> [..., Vd]."""
+        """Return draft logits of the last layer's output: [..., H] -> [..., Vd]."""
         out: Tensor = self.lm_head(self.norm(hidden))
         return out
 
-    def unroll(
-        self, ids: Tensor, aux: Tensor, steps: int, starts: Tensor | None = None
-    ) -> Iterator[Tensor]:
-        """Yield the layer's output [B, Q, H] of each TTT step, over right-padded documents.
+    def following(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a later step reads, (embedded, hidden) [B, Q, H] each.
 
-        `ids` i64 [B, T] hold x_{t+1} and `aux` [B, T, 3, H] g_t of one document per row; `starts`
-        i64 [B, Q] are the t to draft from (all by default). Step k reads the teacher's x_{t+1+k}
-        with the output of step k-1. Start t sees the step-0 keys s <= t, and of every later step
-        only the key at its own t: exactly what a draft that started at t has in its cache.
-        Outputs whose teacher lies past the end are meaningless.
+        `tokens` i64 [B, Q] are those drafted before, `hidden` the last layer's output there.
+        """
+        mask = self.config.mask_token_id
+        if mask is None:
+            return self.embed_tokens(tokens), self.norm(
+                hidden
+            ) if self.config.norm_output else hidden
+        masked = self.fuse(self.mask_hidden.view(1, 1, AUX, -1))
+        return self.embed_tokens(torch.full_like(tokens, mask)), masked.expand_as(hidden)
+
+    def unroll(
+        self,
+        ids: Tensor,
+        aux: Tensor,
+        steps: int,
+        starts: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield the last layer's output [B, Q, H] of each TTT step.
+
+        A row of `ids` i64 [B, T], x_{t+1}, and `aux` [B, T, 3, H], g_t, holds one document,
+        right-padded, or several after each other, numbered by `documents` i64 [B, T]. `starts`
+        i64 [B, Q] are the t to draft from, all by default. Step k reads the teacher's x_{t+1+k}
+        with the output of step k-1, and sees what a draft that started at t has in its cache
+        (`attention`). Outputs whose teacher lies past the document's end are meaningless.
         """
         batch, length = ids.shape
-        places = torch.arange(length, device=ids.device).expand(batch, length)
-        if starts is None:
-            starts = places
-        future = places[:, None, None] > starts[:, None, :, None]  # [B, 1, Q, T]
-        attention = self.layer.self_attn
-        fused: Tensor = self.fc(aux.flatten(2))
-        joined = self.layer.join(self.embed_tokens(ids), fused)
-        first = attention.keys_values(joined, places + 1)
-        hidden, x = _rows(fused, starts), _rows(joined, starts)
-        own: list[tuple[Tensor, Tensor]] = []
-        for step in range(steps):
-            positions = starts + 1 + step
-            if step:
-                teacher = ids.gather(1, (starts + step).clamp(max=length - 1))
-                x = self.layer.join(self.embed_tokens(teacher), hidden)
-                own.append(attention.keys_values(x, positions))
-            q = attention.query(x, positions)
-            hidden = self.layer.finish(hidden, _attend(q, first, own, future))
+        every = torch.arange(length, device=ids.device).expand(batch, length)
+        starts = every if starts is None else starts
+        documents = torch.zeros_like(ids) if documents is None else documents
+        window = self.config.sliding_window
+        sight, whole = Sight(starts, documents, window), Sight(every, documents, window)
+        places = within(documents) + 1
+        hidden, embedded, caches = self.fuse(aux), self.embed_tokens(ids), list[Cache]()
+        for layer in self.blocks:
+            x, residual = layer.entering(embedded, hidden)
+            first = layer.self_attn.keys_values(x, places)
+            caches.append(Cache(first, []))
+            # Only the last layer may leave out positions: the others make its keys.
+            seen = sight if len(caches) == len(self.layers) else whole
+            q = layer.self_attn.query(_rows(x, seen.starts), places.gather(1, seen.starts))
+            hidden = layer.leaving(_rows(residual, seen.starts), attend(q, first, [], seen))
+        yield hidden
+        for step in range(1, steps):
+            positions = places.gather(1, starts) + step
+            teacher = ids.gather(1, (starts + step).clamp(max=length - 1))
+            embedded, hidden = self.following(teacher, hidden)
+            for layer, cache in zip(self.blocks, caches, strict=True):
+                x, residual = layer.entering(embedded, hidden)
+                cache.own.append(layer.self_attn.keys_values(x, positions))
+                q = layer.self_attn.query(x, positions)
+                hidden = layer.leaving(residual, attend(q, cache.first, cache.own, sight))
             yield hidden
+
+
+def within(documents: Tensor) -> Tensor:
+    """Return each position's place in its document, i64 [B, T]: rows number their documents."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - (places * begins).cummax(1).values
 
 
 def _rows(x: Tensor, at: Tensor) -> Tensor:
     """x [B, T, H], at [B, Q] -> [B, Q, H]."""
     return x[torch.arange(len(x), device=x.device)[:, None], at]
-
-
-def _attend(
-    q: Tensor, first: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]], future: Tensor
-) -> Tensor:
-    """Attend to the step-0 keys up to each start, and to its own key of every later step."""
-    past = (q @ first[0].transpose(-1, -2)).masked_fill(future, float("-inf"))
-    diagonal = [(q * k).sum(-1, keepdim=True) for k, _ in own]
-    weights = torch.cat([past, *diagonal], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
-    length = future.shape[-1]
-    out: Tensor = weights[..., :length] @ first[1]
-    for i, (_, v) in enumerate(own):
-        out = out + weights[..., length + i, None] * v
-    return out
 
 
 @torch.inference_mode()
@@ -288,21 +268,36 @@ def draft_sequentially(draft: Eagle3, ids: Tensor, aux: Tensor, forced: Tensor) 
     `ids` i64 [T] hold x_1 .. x_T, `aux` [T, 3, H] g_0 .. g_{T-1}, and `forced` i64 [k] the target
     tokens that the later steps read.
     """
-    attention = draft.layer.self_attn
     positions = torch.arange(1, len(ids) + 1, device=ids.device)[None]
-    hidden = draft.fc(aux.flatten(1))[None]
-    x = draft.layer.join(draft.embed_tokens(ids)[None], hidden)
-    keys, values = attention.keys_values(x, positions)
-    q = attention.query(x, positions)
-    attended = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=1.0)
-    hidden = draft.layer.finish(hidden, attended)[:, -1:]
-    logits = [draft.logits(hidden)[0, 0]]
-    for i, token in enumerate(forced):
-        x = draft.layer.join(draft.embed_tokens(token[None, None]), hidden)
-        k, v = attention.keys_values(x, positions[:, -1:] + 1 + i)
-        q = attention.query(x, positions[:, -1:] + 1 + i)
-        keys, values = torch.cat((keys, k), 2), torch.cat((values, v), 2)
-        attended = F.scaled_dot_product_attention(q, keys, values, scale=1.0)
-        hidden = draft.layer.finish(hidden, attended)
-        logits.append(draft.logits(hidden)[0, 0])
+    embedded, hidden = draft.embed_tokens(ids)[None], draft.fuse(aux)[None]
+    caches, logits = list[KeysValues](), []
+    for step in range(1 + len(forced)):
+        if step:
+            positions = positions[:, -1:] + 1
+            embedded, hidden = draft.following(forced[None, step - 1 : step], hidden[:, -1:])
+        hidden = _layers(draft, embedded, hidden, positions, caches)
+        logits.append(draft.logits(hidden)[0, -1])
     return logits
+
+
+def _layers(
+    draft: Eagle3, embedded: Tensor, hidden: Tensor, positions: Tensor, caches: list[KeysValues]
+) -> Tensor:
+    """Return the output [1, T, H] of the layers at consecutive positions; grow the caches."""
+    for number, layer in enumerate(draft.blocks):
+        x, residual = layer.entering(embedded, hidden)
+        new = layer.self_attn.keys_values(x, positions)
+        if number == len(caches):
+            caches.append(new)
+        else:
+            old = caches[number]
+            caches[number] = torch.cat((old[0], new[0]), 2), torch.cat((old[1], new[1]), 2)
+        keys, values = caches[number]
+        distance = positions[0, :, None] - torch.arange(1, keys.shape[2] + 1, device=x.device)
+        seen = (distance >= 0) & (distance < (draft.config.sliding_window or keys.shape[2] + 1))
+        attended = F.scaled_dot_product_attention(
+            layer.self_attn.query(x, positions), keys, values, attn_mask=seen, scale=1.0,
+            enable_gqa=True,
+        )  # fmt: skip
+        hidden = layer.leaving(residual, attended)
+    return hidden

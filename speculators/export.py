@@ -1,7 +1,9 @@
 """The draft as engines load it: the speculators layout for vLLM, flat EAGLE-3 for SGLang.
 
-Both keep to what every loader accepts: one Llama layer, three aux states, full attention, no
-bias, explicit `lm_head` and `d2t`. Every switch whose default differs between engines is written.
+Both keep to what loaders accept: Llama layers, three aux states, no bias, explicit `lm_head` and
+`d2t`. Every switch whose default differs between engines is written. SGLang's loader knows one
+layer of full attention without EAGLE-3.1's switches: other drafts, and the family P-EAGLE, are
+written for vLLM alone.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from onboard.errors import InputError
-from onboard.speculators.eagle3 import DraftConfig, Eagle3
+from onboard.speculators.eagle3 import Eagle3
+from onboard.speculators.shape import DraftConfig
 from onboard.speculators.vocabulary import Vocabulary
 from onboard.store import write_json
 
@@ -31,6 +34,8 @@ VERIFIER = "checkpoint"  # beside the draft in a bundle; servers name the target
 # layer `id + 1`.
 LAYER_ID_OFFSET = {"vllm": 0, "sglang": -1}
 LAYER_PREFIX = {"vllm": "layers.0.", "sglang": "midlayer."}
+SWITCHES = ("norm_before_residual", "norm_output", "fc_norm")  # fields of `DraftConfig`
+OUTSIDE = ("draft_vocab_size", "mask_token_id", *SWITCHES)  # of the Llama's config
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,14 @@ class Export:
             draft = Eagle3(self.config)
         draft.load_state_dict(dict(self.tensors), strict=True, assign=True)
         return draft.float()
+
+
+def engines(config: DraftConfig) -> list[str]:
+    """Return the engines whose loaders know such a draft."""
+    is_portable = config.num_hidden_layers == 1 and config.sliding_window is None
+    is_portable &= config.mask_token_id is None
+    is_portable &= not any(getattr(config, switch) for switch in SWITCHES)
+    return ["vllm", "sglang"] if is_portable else ["vllm"]
 
 
 def engine_layer_ids(aux_layers: tuple[int, ...], engine: str) -> list[int]:
@@ -119,16 +132,19 @@ def _tensors(draft: Eagle3, vocabulary: Vocabulary, engine: str) -> dict[str, Te
 
 
 def _llama_config(c: DraftConfig) -> dict[str, Any]:
-    """Every field of a one-layer Llama; theta in both spellings that loaders read."""
+    """Every field of a small Llama; theta in both spellings that loaders read."""
+    attention = "full_attention" if c.sliding_window is None else "sliding_attention"
     return {
         "model_type": "llama",
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": c.num_hidden_layers,
         "num_attention_heads": c.num_attention_heads,
         "num_key_value_heads": c.num_key_value_heads,
         "head_dim": c.head_dim,
+        "layer_types": [attention] * c.num_hidden_layers,
+        "sliding_window": c.sliding_window,
         "hidden_act": "silu",
         "rms_norm_eps": c.rms_norm_eps,
         "max_position_embeddings": c.max_position_embeddings,
@@ -149,19 +165,19 @@ def _switches(c: DraftConfig) -> dict[str, Any]:
     return {
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.hidden_size,
-        "norm_before_residual": False,
         "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        **{switch: getattr(c, switch) for switch in SWITCHES},
     }
 
 
 def _vllm_config(
     c: DraftConfig, layer_ids: list[int], target: list[str], speculative_tokens: int
 ) -> dict[str, Any]:
+    family = "eagle3" if c.mask_token_id is None else "peagle"
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator" if family == "eagle3" else "PEagleDraftModel"],
+        "speculators_model_type": family,
+        "mask_token_id": c.mask_token_id,
         "speculators_version": SPECULATORS_VERSION,
         **_switches(c),
         "eagle_aux_hidden_state_layer_ids": layer_ids,
@@ -169,7 +185,7 @@ def _vllm_config(
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": family,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
@@ -189,6 +205,7 @@ def _sglang_config(c: DraftConfig, layer_ids: list[int]) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLMEagle3"],
         **_llama_config(c),
         **_switches(c),
+        "mask_token_id": c.mask_token_id,
         "eagle_config": {
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": layer_ids,
@@ -201,7 +218,7 @@ def _shape(found: Mapping[str, Any], engine: str, file: Path) -> tuple[dict[str,
         llama = found["transformer_layer_config"] if engine == "vllm" else found
         place = found if engine == "vllm" else found["eagle_config"]
         shape = {
-            name: found[name] if name == "draft_vocab_size" else llama[name]
+            name: (found if name in OUTSIDE else llama)[name]
             for name in DraftConfig.__dataclass_fields__
         }
         return shape, list(place["eagle_aux_hidden_state_layer_ids"])

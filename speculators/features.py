@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,19 @@ from onboard.checkpoint.models import (
     open_candidate,
     open_reference,
 )
+from onboard.engines.vllm import MODEL
 from onboard.errors import InputError
 from onboard.evals.loops import WORD_RUN, cycle, find_loop, runs
+from onboard.modelconfig import read_config
 from onboard.pipeline import Job
 from onboard.recipe import Features
 from onboard.source import root
-from onboard.speculators import head
+from onboard.speculators import disk, head, served
 from onboard.speculators.capture import Answer, answer, aux_layers, prefill
 from onboard.speculators.shards import Document, Place, places_of, write_shard
 from onboard.store import write_json
+
+Row = dict[str, Any]
 
 CHECKED_TOKENS = 4  # generated to compare a batch with each of its texts alone
 AGREEMENT_MIN = 0.9  # of the head's argmax with the tokens generated; bf16 rounding costs < 0.02
@@ -38,47 +43,125 @@ AGREEMENT_MIN = 0.9  # of the head's argmax with the tokens generated; bf16 roun
 def run(job: Job[Features]) -> None:
     """Write shards, `index.json`, `samples.jsonl`, `head.safetensors` and `metrics.json`.
 
-    One batch of prompts makes one shard, kept in scratch, where a restart continues. Raises
-    InputError where no answer is fit for training, or where the head read off the target does not
-    reproduce its answers.
+    Shards are kept in scratch, where a restart continues. Raises InputError where no answer is fit
+    for training, or where the head read off the target does not reproduce its answers, and
+    EnvironmentFault where the disk is too small.
     """
     source = root(job.inputs["source"])
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     prompts = sorted(
         job.inputs["data"].lines("training_prompts.jsonl"), key=lambda p: (len(p["ids"]), p["id"])
     )
-    size = job.params.batch_size
-    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    _check_disk(job, source, prompts)
     runner = _target(job, source)
-    model = runner.model
-    stop = stop_tokens(source)
-    target_head = head.of_model(model)
-    records = []
-    for number, batch in enumerate(batches):
-        record = job.scratch / f"shard-{number:05d}.json"
-        if not record.exists():
-            answers = answer(model, [p["ids"] for p in batch], stop, job.params.max_new_tokens)
-            if number == 0:
-                check_head(target_head, answers)
-            _keep(record, batch, answers, tokenizer)
-        records.append(json.loads(record.read_text()))
-        job.progress("answers", number + 1, len(batches), "batches")
+    target_head = head.of_model(runner.model)
+    keep_answers = _generated if job.params.answers is None else _served
+    records = keep_answers(job, runner, target_head, prompts, stop_tokens(source), tokenizer)
     _publish(job, records)
     target_head.save(job.out)
-    text = model.config.get_text_config()
+    text = runner.model.config.get_text_config()
     write_json(
         job.out / "index.json",
         {
             "shards": [r["shard"] for r in records if r["shard"]],
             "hidden_size": text.hidden_size,
             "aux_layers": list(aux_layers(text.num_hidden_layers)),
-            "dtype": "bfloat16",
+            "storage": job.params.storage,
             "target": job.params.target,
             "head": asdict(target_head.settings),
         },
     )
     checked = [prompts[i]["ids"] for i in (0, len(prompts) // 2, -1)]  # short, middling, long
     write_json(job.out / "metrics.json", _metrics(job, runner, records, checked))
+
+
+def _check_disk(job: Job[Features], source: Path, prompts: Sequence[Row]) -> None:
+    """Raise EnvironmentFault where the disk cannot hold what is still to be stored."""
+    records = [json.loads(file.read_text()) for file in job.scratch.glob("shard-*.json")]
+    stored = {sample["id"] for record in records for sample in record["samples"]}
+    missing = [len(p["ids"]) for p in prompts if p["id"] not in stored]
+    tokens = sum(missing) + len(missing) * job.params.max_new_tokens
+    width = read_config(source).hidden_size
+    disk.check(job.scratch, width, job.params.storage, tokens)
+
+
+def _generated(
+    job: Job[Features],
+    runner: Runner,
+    target: head.Head,
+    prompts: Sequence[Row],
+    stop: frozenset[int],
+    tokenizer: Any,
+) -> list[Row]:
+    """Answer in this process; a batch of prompts makes a shard."""
+    records, batches = [], _batches(job, prompts)
+    for number, batch in enumerate(batches):
+        record = job.scratch / f"shard-{number:05d}.json"
+        if not record.exists():
+            answers = answer(
+                runner.model, [p["ids"] for p in batch], stop, job.params.max_new_tokens
+            )
+            if number == 0:
+                check_head(target, answers)
+            _keep(job, record, batch, answers, tokenizer)
+        records.append(json.loads(record.read_text()))
+        job.progress("answers", number + 1, len(batches), "batches")
+    return records
+
+
+def _served(
+    job: Job[Features],
+    runner: Runner,
+    target: head.Head,
+    prompts: Sequence[Row],
+    stop: frozenset[int],
+    tokenizer: Any,
+) -> list[Row]:
+    """Have a server answer, then take the states; what one reading of the target does is a shard.
+
+    Raises InputError where the server's answers are not the target's.
+    """
+    location = job.inputs["source"].json("location.json")
+    names = {location["model"], Path(location["model"]).name, Path(location["root"]).name, MODEL}
+    endpoint = served.connect(str(job.params.answers), names, job.warn)
+    tokens: list[list[int]] = []
+    batches = _batches(job, prompts)
+    for number, batch in enumerate(batches):
+        file = job.scratch / f"answers-{number:05d}.json"
+        if not file.exists():
+            ids = [p["ids"] for p in batch]
+            given = served.ask(endpoint, ids, stop, job.params.max_new_tokens)
+            served.check_vocabulary(target, given)
+            _write_whole(file, given)
+        tokens += json.loads(file.read_text())
+        job.progress("answers", number + 1, len(batches), "batches")
+    lengths = [len(p["ids"]) + len(t) for p, t in zip(prompts, tokens, strict=True)]
+    groups = list(served.groups(lengths, job.params.prefill_tokens))
+    records = []
+    for number, group in enumerate(groups):
+        record = job.scratch / f"shard-{number:05d}.json"
+        if not record.exists():
+            part = f"states, part {number + 1} of {len(groups)}"
+            answers = served.with_states(
+                runner,
+                [p["ids"] for p in prompts[group]],
+                tokens[group],
+                partial(_count_layers, job, part),
+            )
+            same = served.check_answers(target, answers, endpoint)
+            _keep(job, record, prompts[group], answers, tokenizer, reproduced=same)
+        records.append(json.loads(record.read_text()))
+        job.progress("states", number + 1, len(groups), "parts")
+    return records
+
+
+def _count_layers(job: Job[Features], part: str, done: int, total: int) -> None:
+    job.progress(part, done, total, "layers")
+
+
+def _batches(job: Job[Features], prompts: Sequence[Row]) -> list[Sequence[Row]]:
+    size = job.params.batch_size
+    return [prompts[i : i + size] for i in range(0, len(prompts), size)]
 
 
 def stop_tokens(source: Path) -> frozenset[int]:
@@ -144,17 +227,28 @@ def _target(job: Job[Features], source: Path) -> Runner:
         adaptation = job.inputs["adapt"].json("adaptation.json")
         checkpoint = job.inputs["quantize"].path / "checkpoint"
         runner = open_candidate(checkpoint, adaptation, compute_dtype())
-    if not runner.resident:
+    if job.params.answers is None and not runner.resident:
         raise InputError(
             "features: the target does not fit in this machine's memory, and it has to generate "
             f"answers there: {runner.skeleton.bytes / 1e9:.0f} GB of weights",
-            "run the stage on a machine with more memory; everything before it is kept",
+            "serve it elsewhere and set features.answers to the server's URL, or run the stage on "
+            "a machine with more memory; everything before it is kept",
         )
     return runner
 
 
-def _keep(record: Path, prompts: Sequence[Any], answers: Sequence[Answer], tokenizer: Any) -> None:
-    """Write one batch's shard, then the record that says it is complete."""
+def _keep(
+    job: Job[Features],
+    record: Path,
+    prompts: Sequence[Row],
+    answers: Sequence[Answer],
+    tokenizer: Any,
+    reproduced: int | None = None,
+) -> None:
+    """Write one shard, then the record that says it is complete.
+
+    `reproduced` counts the tokens of a server's answers that the target would have given too.
+    """
     samples, documents, ids = [], [], []
     for prompt, given in zip(prompts, answers, strict=True):
         text = tokenizer.decode(given.tokens, skip_special_tokens=True)
@@ -176,24 +270,30 @@ def _keep(record: Path, prompts: Sequence[Any], answers: Sequence[Answer], token
     shard = None
     if documents:
         file = record.with_suffix(".safetensors")
-        write_shard(file, documents)
+        write_shard(file, documents, job.params.storage)
         shard = {
             "file": file.name,
             "sequences": len(documents),
             "tokens": sum(len(d.ids) for d in documents),
             "ids": ids,
         }
-    part = record.with_suffix(".json.part")
-    write_json(
-        part,
+    _write_whole(
+        record,
         {
             "shard": shard,
             "samples": samples,
             "trained": sum(int(d.mask.sum()) for d in documents),
             "zero": sum(zero_rows(d) for d in documents),
+            "reproduced": reproduced,
         },
     )
-    part.replace(record)
+
+
+def _write_whole(file: Path, value: Any) -> None:
+    """Write JSON, whole or not at all."""
+    part = file.with_suffix(".json.part")
+    write_json(part, value)
+    part.replace(file)
 
 
 def document_of(given: Answer, answer_length: int | None = None) -> Document:
@@ -260,26 +360,37 @@ def _metrics(
 ) -> dict[str, float]:
     tokens = sum(r["shard"]["tokens"] for r in records if r["shard"])
     trained = sum(r["trained"] for r in records)
-    looped = sum(s["looped"] is not None for r in records for s in r["samples"])
+    samples = [s for r in records for s in r["samples"]]
+    looped = sum(s["looped"] is not None for s in samples)
     if trained == 0:
         raise InputError(
             f"features: no token to train on: {looped} of "
-            f"{sum(len(r['samples']) for r in records)} answers loop from their start, "
-            "the others are too short",
-            "look at the target's fidelity, or give it other prompts (data.corpora)",
+            f"{len(samples)} answers loop from their start, the others are too short",
+            "look at the target's fidelity, or give it other prompts (data.corpora, data.traffic)",
         )
     if looped:
         job.warn(f"{looped} answers loop; only what precedes the loop is trained on")
+    served_metrics: dict[str, float] = {}
+    if job.params.answers:
+        same = sum(r["reproduced"] for r in records)
+        served_metrics["answers_reproduced"] = same / sum(len(s["answer_ids"]) for s in samples)
     return {
         "feature_tokens": tokens,
+        "feature_bytes": sum(
+            (job.out / r["shard"]["file"]).stat().st_size for r in records if r["shard"]
+        ),
         "trained_tokens": trained,
         "trained_token_share": trained / tokens,
         "zero_features": sum(r["zero"] for r in records),
         "looped_answers": looped,
-        "batch_invariance_error": batch_invariance_error(runner, prompts),
+        # Behind a server's answers every text is a pass of its own: there is no batch.
+        "batch_invariance_error": 0.0
+        if job.params.answers
+        else batch_invariance_error(runner, prompts),
         "stored_state_error": state_error(
             runner, [place.read() for place in _probes(job.out, records)]
         ),
+        **served_metrics,
     }
 
 

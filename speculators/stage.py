@@ -2,68 +2,52 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from functools import partial
 
+from onboard.checkpoint.clone import clone
 from onboard.pipeline import Job
-from onboard.recipe import Speculate
-from onboard.speculators import export
-from onboard.speculators.acceptance import replay
-from onboard.speculators.eagle3 import DraftConfig, Eagle3
-from onboard.speculators.head import Head
-from onboard.speculators.shards import places, split
-from onboard.speculators.training import train
-from onboard.speculators.vocabulary import Vocabulary, count, coverage
+from onboard.recipe import Draft, Speculate
+from onboard.speculators import fit
+from onboard.speculators.fit import Work
 from onboard.store import write_json
 
 
 def run(job: Job[Speculate]) -> None:
-    """Write `vllm/`, `sglang/`, `training.jsonl` and `metrics.json`.
+    """Write `vllm/`, where it can load the draft `sglang/`, `training.jsonl` and `metrics.json`.
 
+    Of a sweep the draft with the longest estimated acceptance is written; `sweep.json` has all.
     `offline_acceptance_length` is an estimate on held-out prompts, taken with the bf16 weights as
     they were written; the engine measures the real one.
     """
-    features, params = job.inputs["features"], job.params
-    index = features.json("index.json")
-    target = json.loads((job.inputs["quantize"].path / "checkpoint" / "config.json").read_text())
-    head = Head.load(features.path, index["head"])
-    trained, held_out = split(places(features))
-    counts = count((d.read_tokens() for d in trained), len(head.output))
-    config = DraftConfig.of_target(target, params.draft_vocab_size)
-    vocabulary = Vocabulary.most_frequent(counts, config.draft_vocab_size)
-    draft = Eagle3.initial(config, head, vocabulary, params.seed)
-    log = train(
-        draft,
-        head,
-        vocabulary,
-        trained,
-        params,
-        job.scratch,
-        lambda done, total: job.progress("training", done, total, "steps"),
-    )
-    for engine in export.LAYER_PREFIX:
-        export.write(
-            job.out / engine,
-            engine,
-            draft,
-            vocabulary,
-            tuple(index["aux_layers"]),
-            target.get("architectures") or [],
-            params.ttt_steps,
-        )
-        export.read(job.out / engine, engine)
-    with (job.out / "training.jsonl").open("w") as f:
-        f.writelines(json.dumps(row) + "\n" for row in log)
-    written = export.read(job.out / "vllm", "vllm")
-    estimate = replay(written.draft(), written.vocabulary, held_out, params.ttt_steps)
-    last_epoch = log[-(len(log) // params.epochs) :]
-    metrics: dict[str, Any] = {
-        "offline_acceptance_length": estimate.length,
-        "draft_parameters": sum(p.numel() for p in draft.parameters() if p.requires_grad),
-        "draft_vocab_coverage": coverage(
-            vocabulary, count((d.read_tokens() for d in held_out), len(head.output))
-        ),
-        "training_tokens": log[-1]["tokens"],
-        "training_loss": sum(row["loss"] for row in last_epoch) / len(last_epoch),
-    }
-    write_json(job.out / "metrics.json", metrics)
+    features, params = job.inputs["features"].path, job.params
+    target = job.inputs["quantize"].path / "checkpoint" / "config.json"
+    trained: list[Work] = []
+    shapes = variants(params)
+    for number, shape in enumerate(shapes):
+        what = "training" + (f" draft {number + 1} of {len(shapes)}" if len(shapes) > 1 else "")
+        work = Work(features, target, params, shape, job.scratch / f"draft-{number}")
+        fit.fit(work, partial(job.progress, what, unit="steps"))
+        trained.append(work)
+    best = max(trained, key=lambda work: work.metrics["offline_acceptance_length"])
+    for file in sorted(best.folder.rglob("*")):
+        if file.is_file() and (file.parent != best.folder or file.name in (fit.LOG, fit.METRICS)):
+            clone(file, job.out / file.relative_to(best.folder))
+    if not (job.out / "sglang").exists():
+        job.warn("SGLang has no loader for such a draft (speculate.draft): written for vLLM alone")
+    write_json(job.out / "sweep.json", _table(trained, best))
+
+
+def variants(params: Speculate) -> list[Draft]:
+    """Return the shapes to train: the recipe's, or all combinations of its sweep's values."""
+    fields = params.draft.model_dump()
+    combinations = itertools.product(*params.sweep.values())
+    return [Draft(**{**fields, **dict(zip(params.sweep, c, strict=True))}) for c in combinations]
+
+
+def _table(trained: Sequence[Work], best: Work) -> list[dict[str, object]]:
+    return [
+        {"draft": work.shape.model_dump(), **work.metrics, "chosen": work is best}
+        for work in trained
+    ]

@@ -117,6 +117,26 @@ def test_every_stage_is_planned_with_the_reads_of_streamed_layers(moe: Path) -> 
     assert facts["features"]["bytes_per_token"] == (3 + 1) * 64 * 2
 
 
+def test_fp8_features_take_half_the_disk_and_a_scale_per_state(moe: Path) -> None:
+    facts = plan(find(str(moe), ["features.storage=fp8"]))
+    assert facts["features"]["bytes_per_token"] == (3 + 1) * (64 + 4)
+    recipe = find(str(moe)).recipe
+    tokens = recipe.data.training_prompts * (
+        recipe.data.tokens_per_prompt + recipe.features.max_new_tokens
+    )
+    assert facts["features"]["bytes"] == tokens * 4 * 68
+    rows = {row["stage"]: row for row in facts["stages"]}
+    assert rows["features"]["disk_bytes"] == facts["features"]["bytes"]
+    assert f"272 bytes for each of {tokens:,} tokens, in FP8" in display.plan(facts)
+
+
+def test_states_of_a_servers_answers_are_taken_by_the_part(moe: Path) -> None:
+    settings = ["features.answers=http://there:8000", "features.prefill_tokens=10000"]
+    facts = plan(find(str(moe), settings))
+    rows = {row["stage"]: row for row in facts["stages"]}
+    assert rows["features"]["candidate_reads"] == -(-facts["features"]["tokens"] // 10000)
+
+
 def test_a_feature_reads_the_target_that_the_recipe_names(moe: Path) -> None:
     facts = plan(find(str(moe), ["features.target=source"]))
     rows = {row["stage"]: row for row in facts["stages"]}

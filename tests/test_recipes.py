@@ -58,9 +58,9 @@ def test_every_recipe_covers_all_domains_and_limits_what_matters(name: str) -> N
         "data.overlapping_documents",
         "quantize.weights_quantized_share",
         "fidelity.kl_mean_hi",
-        "smoke.acceptance_length",
         "smoke.probes_failed",
     }
+    assert (parsed.smoke.ship.acceptance_length_lo or 0) > 1
 
 
 @pytest.mark.parametrize("name", recipe.names())
@@ -112,6 +112,34 @@ def test_a_typo_is_an_error_that_names_the_key_and_the_nearest(
 ) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         parse(SOURCE, "tiny", [assignment])
+
+
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        (["smoke.concurrencies=[1, 9]"], "concurrencies: 9 is more than max_num_seqs 8"),
+        (["smoke.max_num_seqs=2"], "concurrencies: 4 is more than max_num_seqs 2"),
+        (["smoke.ship.concurrency=2"], "ship.concurrency: 2 is not measured"),
+        (["smoke.concurrencies=[]"], "smoke.concurrencies: Tuple should have at least 1 item"),
+        (["smoke.concurrencies=[0]"], "smoke.concurrencies.0: Input should be greater than 0"),
+    ],
+)
+def test_speed_is_judged_where_it_is_measured(assignments: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        parse(SOURCE, "tiny", assignments)
+
+
+def test_the_first_concurrency_is_judged_unless_another_is_named() -> None:
+    assert parse(SOURCE, "tiny").smoke.judged_concurrency == 1
+    assert parse(SOURCE, "tiny", ["smoke.concurrencies=[8]"]).smoke.judged_concurrency == 8
+    assert parse(SOURCE, "tiny", ["smoke.ship.concurrency=4"]).smoke.judged_concurrency == 4
+
+
+def test_sampled_tokens_are_judged_where_they_are_compared() -> None:
+    assert "sampling_p_value" not in parse(SOURCE, "tiny").smoke.limits()
+    asked = parse(SOURCE, "tiny", ["smoke.sampling_checks=10"])
+    assert asked.smoke.limits()["sampling_p_value"] == Limit(">=", 0.001)
+    assert ("smoke", "sampling_p_value", Limit(">=", 0.001)) in list(asked.bounds())
 
 
 def test_a_typo_inside_a_list_of_corpora() -> None:

@@ -18,7 +18,8 @@ E4M3_MAX = 448.0
 def tensor_scale(amax: Tensor) -> Tensor:
     """Return `weight_scale` or `input_scale` f32 [] of values up to `amax`: amax over 448.
 
-    All-zero values get the scale of amax = 1, which stores them exactly.
+    Of many maxima, a scale each. All-zero values get the scale of amax = 1, which stores them
+    exactly.
     """
     amax = amax.float()
     return torch.where(amax == 0, torch.ones_like(amax), amax) / E4M3_MAX

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 
 from onboard.speculators.head import Head, Settings
 from onboard.speculators.shards import Document, Place, places_of, write_shard
+
+from ..conftest import SMALL, save_twin
 
 WIDTH, VOCAB = 32, 48
 
@@ -53,6 +57,53 @@ def toy_places(tmp_path: Path) -> list[Place]:
     file = tmp_path / "shard-00000.safetensors"
     write_shard(file, documents)
     return list(places_of(file, [f"doc{i}" for i in range(24)]))
+
+
+TWINS = ("llama_twin", "qwen3_moe_twin", "deepseek_v3_twin", "gemma3_twin")
+
+
+@pytest.fixture(scope="session")
+def deepseek_v3_twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Latent attention: no keys and values that a draft could take its heads from."""
+    from transformers import DeepseekV3Config
+
+    latent = {
+        "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4,
+    }  # fmt: skip
+    moe = {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    config = DeepseekV3Config(**{**SMALL, **latent, **moe})
+    return save_twin(tmp_path_factory.mktemp("deepseek_v3"), config)
+
+
+@pytest.fixture(scope="session")
+def gemma3_twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sliding window in every second layer, norms that multiply by 1 + w, scaled embeddings.
+
+    The padding is a token that no prompt has: its embedding is zero.
+    """
+    from transformers import Gemma3TextConfig
+
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**SMALL, sliding_window=8, layer_types=kinds, pad_token_id=255)
+    return save_twin(tmp_path_factory.mktemp("gemma3"), config)
+
+
+def write_toy_features(folder: Path, places: list[Place]) -> None:
+    """Lay out what training reads of a features artifact."""
+    folder.mkdir()
+    shutil.copy(places[0].shard, folder)
+    head = toy_head()
+    head.save(folder)
+    index = {
+        "shards": [{"file": places[0].shard.name, "ids": [place.id for place in places]}],
+        "aux_layers": [2, 15, 27],
+        "head": asdict(head.settings),
+    }
+    (folder / "index.json").write_text(json.dumps(index))
 
 
 def add_tokenizer(folder: Path, size: int = 256) -> None:

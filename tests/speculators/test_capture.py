@@ -21,12 +21,12 @@ from onboard.speculators.features import (
     zero_rows,
 )
 
-from .conftest import prompts
+from .conftest import TWINS, prompts
 
 PROMPTS = [p["ids"] for p in prompts(6)]
 
 
-@pytest.fixture(params=["llama_twin", "qwen3_moe_twin"])
+@pytest.fixture(params=TWINS)
 def runner(request: pytest.FixtureRequest) -> Runner:
     opened = open_reference(request.getfixturevalue(request.param), torch.float32, resident=True)
     _with_gain(opened.model)

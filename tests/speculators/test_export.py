@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onboard.errors import InputError
+from onboard.recipe import Draft
 from onboard.speculators import export
-from onboard.speculators.eagle3 import DraftConfig, Eagle3
+from onboard.speculators.eagle3 import Eagle3
+from onboard.speculators.shape import DraftConfig
 from onboard.speculators.vocabulary import Vocabulary
 
 from .conftest import TOY_CONFIG, VOCAB, toy_head
@@ -19,9 +21,11 @@ ENGINES = ("vllm", "sglang")
 KEPT = torch.arange(2, VOCAB, 3)
 
 
-def write(directory: Path, engine: str, kept: torch.Tensor = KEPT) -> Eagle3:
+def write(directory: Path, engine: str, kept: torch.Tensor = KEPT, **shape: Any) -> Eagle3:
     vocabulary = Vocabulary(kept, VOCAB)
-    config = DraftConfig.of_target({**TOY_CONFIG, "eos_token_id": [1, 2]}, len(kept))
+    config = DraftConfig.of_target(
+        {**TOY_CONFIG, "eos_token_id": [1, 2]}, len(kept), Draft(**shape)
+    )
     draft = Eagle3.initial(config, toy_head(), vocabulary, seed=5)
     export.write(directory, engine, draft, vocabulary, (2, 15, 27), ["LlamaForCausalLM"], 3)
     return draft
@@ -36,6 +40,38 @@ def test_everything_comes_back(tmp_path: Path, engine: str) -> None:
     assert torch.equal(found.vocabulary.kept, KEPT)
     for name, tensor in found.tensors.items():
         assert torch.equal(tensor, draft.state_dict()[name].to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"layers": 3},
+        {"window": 64, "kv_heads": 1, "head_dim": 16},
+        {"norm_before_residual": True, "norm_output": True, "fc_norm": True},
+        {"family": "peagle", "norm_before_residual": True},
+    ],
+)
+def test_every_shape_comes_back(tmp_path: Path, shape: dict[str, Any]) -> None:
+    draft = write(tmp_path, "vllm", **shape)
+    found = export.read(tmp_path, "vllm")
+    assert found.config == draft.config
+    assert found.draft().state_dict().keys() == draft.state_dict().keys()
+    assert export.engines(draft.config) == ["vllm"]
+
+
+def test_a_portable_draft_is_for_every_engine(tmp_path: Path) -> None:
+    assert export.engines(write(tmp_path, "vllm", kv_heads=4).config) == list(ENGINES)
+
+
+def test_names_of_what_only_some_drafts_have(tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain", "vllm").state_dict().keys()
+    other = write(tmp_path / "other", "vllm", layers=2, fc_norm=True)
+    added = set(load_file(tmp_path / "other" / "model.safetensors")) - set(plain) - {"d2t", "t2d"}
+    parts = {n.removeprefix("layers.0.") for n in plain if n.startswith("layers.0.")}
+    parts.remove("hidden_norm.weight")  # of the first layer alone
+    assert added == {f"layers.1.{p}" for p in parts} | {f"fc_norm.{i}.weight" for i in range(3)}
+    second = other.state_dict()["layers.1.self_attn.q_proj.weight"]
+    assert second.shape[1] == other.config.hidden_size
 
 
 @pytest.mark.parametrize(("engine", "ids"), [("vllm", [2, 15, 27]), ("sglang", [1, 14, 26])])
@@ -93,7 +129,8 @@ def _set(config: dict[str, Any], key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("norm_before_residual", True, "norm_before_residual: expected False, found True"),
+        ("norm_before_fc", True, "norm_before_fc: expected False, found True"),
+        ("fc_norm", True, r"no tensor fc_norm\.0\.weight"),
         ("norm_before_residual", None, "no field 'norm_before_residual'"),
         ("input_norm", True, "unknown field 'input_norm'"),
         ("transformer_layer_config.rope_theta", None, "no field 'rope_theta'"),

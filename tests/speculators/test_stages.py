@@ -16,6 +16,8 @@ from onboard.recipe import Features, Speculate
 from onboard.speculators import export, features, stage
 from onboard.speculators.shards import places
 
+from .conftest import TWINS
+
 FEATURES = Features(target="source", max_new_tokens=12, batch_size=4)
 SPECULATE = Speculate(draft_vocab_size=64, epochs=2, batch_size=4, warmup_steps=1)
 
@@ -24,13 +26,13 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("twin", ["llama_twin", "qwen3_moe_twin"])
+@pytest.mark.parametrize("twin", TWINS)
 def test_prompts_become_a_draft(
     ask: Callable[..., Any], twin: str, request: pytest.FixtureRequest
 ) -> None:
     bench = ask(request.getfixturevalue(twin))
     made = bench.run("features", features.run, FEATURES)
-    documents, metrics, samples = places(made), made.metrics, made.lines("samples.jsonl")
+    documents, metrics, samples = places(made.path), made.metrics, made.lines("samples.jsonl")
     assert len(samples) == 10
     assert {s["id"] for s in samples} >= {d.id for d in documents}
     assert metrics["looped_answers"] == sum(s["looped"] is not None for s in samples)
@@ -103,6 +105,30 @@ def test_speculate_is_deterministic(ask: Callable[..., Any], llama_twin: Path) -
     assert files(bench.run("speculate2", stage.run, SPECULATE).path) == first
 
 
+def test_of_a_sweep_the_best_draft_is_written(ask: Callable[..., Any], llama_twin: Path) -> None:
+    bench = ask(llama_twin)
+    bench.run("features", features.run, FEATURES)
+    sweep = {"window": (None, 8), "layers": (1, 2)}
+    made = bench.run("speculate", stage.run, SPECULATE.model_copy(update={"sweep": sweep}))
+    table = made.json("sweep.json")
+    assert [(row["draft"]["window"], row["draft"]["layers"]) for row in table] == [
+        (None, 1), (None, 2), (8, 1), (8, 2),
+    ]  # fmt: skip
+    (chosen,) = [row for row in table if row["chosen"]]
+    lengths = [row["offline_acceptance_length"] for row in table]
+    assert chosen["offline_acceptance_length"] == max(lengths)
+    assert made.metrics["offline_acceptance_length"] == max(lengths)
+    written = export.read(made.path / "vllm", "vllm").config
+    assert written.num_hidden_layers == chosen["draft"]["layers"]
+    assert written.sliding_window == chosen["draft"]["window"]
+
+
+@pytest.mark.parametrize("sweep", [{"windows": (8,)}, {"window": ()}, {"layers": (0,)}])
+def test_a_sweep_of_what_no_draft_has_is_refused(sweep: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(sweep))):
+        Speculate(sweep=sweep)
+
+
 def test_a_target_that_only_loops_is_an_error(ask: Callable[..., Any], llama_twin: Path) -> None:
     """Its logits depend on nothing, so it repeats one token for ever."""
     from safetensors.torch import load_file, save_file
@@ -135,5 +161,6 @@ def test_a_target_beyond_memory_is_said_before_any_answer(
 ) -> None:
     bench = ask(llama_twin)
     monkeypatch.setattr(models, "device_memory", lambda: 0)
-    with pytest.raises(InputError, match="does not fit in this machine's memory"):
+    with pytest.raises(InputError, match="does not fit in this machine's memory") as caught:
         bench.run("features", features.run, FEATURES)
+    assert "features.answers" in str(caught.value.hint)
