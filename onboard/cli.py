@@ -233,8 +233,12 @@ def serve(
     bundle: BundleDir,
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8000,
     speculative: Annotated[
-        bool, typer.Option(help="Serve with the speculator that ships in the bundle.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--speculative/--no-speculative",
+            help="Serve with the speculator. [default: where the bundle ships one]",
+        ),
+    ] = None,
 ) -> None:
     """Serve a bundle with the command its smoke test used; further options go to the engine."""
     from onboard.engines.serve import serve as start
@@ -283,6 +287,8 @@ def _print_verdict(result: dict[str, Any]) -> None:
     print(f"verdict  {result['verdict']}")
     print(f"report   {result['report']}")
     print(f"bundle   {result['bundle'] or 'none: a gate failed'}")
+    if result["bundle"] and (speculator := result["speculator"]) and not speculator["ships"]:
+        print(f"         without the speculator: {'; '.join(speculator['reasons'])}")
 
 
 def _write_new(path: Path, text: str | None) -> None:

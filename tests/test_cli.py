@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from onboard.cli import _print_verdict
+
 ONBOARD = (sys.executable, "-m", "onboard")
 
 
@@ -61,6 +63,27 @@ def test_wrong_input_is_exit_2_with_one_message(arguments: tuple[str, ...], tmp_
     as_json = run(*arguments, "--json", home=tmp_path)
     assert as_json.returncode == 2
     assert json.loads(as_json.stdout)["error"]["exit_code"] == 2
+
+
+@pytest.mark.parametrize(
+    ("speculator", "last"),
+    [
+        ({"ships": True, "reasons": []}, "bundle   /b"),
+        (None, "bundle   /b"),
+        (
+            {"ships": False, "reasons": ["too slow", "never right"]},
+            "         without the speculator: too slow; never right",
+        ),
+    ],
+)
+def test_a_speculator_that_stays_out_is_said(
+    speculator: dict[str, object] | None, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = {
+        "gates": [], "verdict": "pass", "report": "/r", "bundle": "/b", "speculator": speculator,
+    }  # fmt: skip
+    _print_verdict(result)
+    assert capsys.readouterr().out.splitlines()[-1] == last
 
 
 def test_an_interrupted_run_is_exit_130(tmp_path: Path) -> None:

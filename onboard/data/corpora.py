@@ -1,4 +1,4 @@
-"""Opens what a recipe calls a corpus: a packaged reader, a JSONL file or a `datasets` id."""
+"""Opens what a recipe names: a packaged reader, a JSONL file, a `datasets` id, or own requests."""
 
 from __future__ import annotations
 
@@ -16,20 +16,31 @@ from onboard.errors import EnvironmentFault, InputError
 from onboard.recipe import Corpus
 from onboard.store import file_digest
 
+Origin = Corpus | Path  # a path: JSONL of the user's own requests
 
-def read(corpus: Corpus, limit: int) -> Iterator[Document]:
-    """Yield the documents of a corpus; of a streamed dataset, the first `limit` rows.
+OWN_DOMAIN = "traffic"
+OWN_FIELDS = ("messages", "prompt", "text")  # of a request; the first that a row has
+# How conversations are also written down: {"from": "human", "value": ...}.
+SHAREGPT = {"human": "user", "gpt": "assistant"}
+
+
+def read(origin: Origin, limit: int) -> Iterator[Document]:
+    """Yield the documents of an origin; of a streamed dataset, the first `limit` rows.
 
     Raises InputError where the recipe or a row is wrong, EnvironmentFault where a package is
     not installed or the dataset cannot be reached.
     """
-    origin = _origin(corpus)
-    if origin == "reader":
+    if isinstance(origin, Path):
+        yield from _own(origin)
+        return
+    corpus, kind = origin, _kind(origin)
+    if kind == "reader":
         reader = _reader(corpus)
         source, licence, contents = reader.source, reader.licence, reader.read()
-    elif origin == "jsonl":
+    elif kind == "jsonl":
         path = Path(str(corpus.jsonl))
-        source, licence, contents = f"jsonl:{path.name}", corpus.licence, _jsonl(path, corpus.field)
+        source, licence = f"jsonl:{path.name}", corpus.licence
+        contents = (_content(row, corpus.field, at) for at, row in _jsonl(path, "data.corpora"))
     else:
         source, licence = f"dataset:{corpus.dataset}", corpus.licence
         contents = _dataset(corpus, limit)
@@ -37,13 +48,20 @@ def read(corpus: Corpus, limit: int) -> Iterator[Document]:
         yield Document(content, corpus.domain, source, licence)
 
 
-def identity(corpus: Corpus) -> Any:
-    """Return a JSON value that changes when the documents of the corpus may have changed.
+def domain(origin: Origin) -> str:
+    """Return the domain under which the origin's documents are reported."""
+    return OWN_DOMAIN if isinstance(origin, Path) else origin.domain
+
+
+def identity(origin: Origin) -> Any:
+    """Return a JSON value that changes when the documents of the origin may have changed.
 
     Imports no tokenizer and reaches no network: a Hub dataset is known by its id and `@revision`.
     """
-    origin = _origin(corpus)
-    if origin == "reader":
+    if isinstance(origin, Path):
+        return file_digest(origin) if origin.is_file() else "absent"
+    corpus, kind = origin, _kind(origin)
+    if kind == "reader":
         distribution = _reader(corpus).distribution
         return version(distribution) if distribution else platform.python_version()
     path = Path(str(corpus.jsonl or corpus.dataset))
@@ -52,7 +70,7 @@ def identity(corpus: Corpus) -> Any:
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file())
         return {str(p.relative_to(path)): file_digest(p) for p in files}
-    return version("datasets") if origin == "dataset" else "absent"
+    return version("datasets") if kind == "dataset" else "absent"
 
 
 def version(distribution: str) -> str:
@@ -63,7 +81,7 @@ def version(distribution: str) -> str:
         return f"{distribution} absent"
 
 
-def _origin(corpus: Corpus) -> str:
+def _kind(corpus: Corpus) -> str:
     given = [name for name in ("reader", "dataset", "jsonl") if getattr(corpus, name)]
     if len(given) != 1:
         raise InputError(
@@ -84,11 +102,31 @@ def _reader(corpus: Corpus) -> Reader:
     return READERS[name]
 
 
-def _jsonl(path: Path, field: str) -> Iterator[Content]:
+def _own(path: Path) -> Iterator[Document]:
+    """Yield the user's requests, which are marked as private: no report may show them."""
+    for where, row in _jsonl(path, "data.traffic"):
+        field = next((name for name in OWN_FIELDS if name in row), None)
+        if field is None:
+            raise InputError(
+                f"{where}: expected one of {', '.join(OWN_FIELDS)}, found only {', '.join(row)}",
+                'a request is {"messages": [{"role": ..., "content": ...}]} or {"prompt": "..."}',
+            )
+        content = _content(row, field, where)
+        if field == "prompt" and isinstance(content, str):
+            content = [{"role": "user", "content": content}]
+        if isinstance(content, list) and all(turn["role"] != "user" for turn in content):
+            raise InputError(f"{where}: {field} has no message of the user, so nothing to answer")
+        yield Document(content, OWN_DOMAIN, "the user's own traffic", "private", where, True)
+
+
+def _jsonl(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (file:line, row); blank lines are passed over."""
     if not path.is_file():
-        raise InputError(f"data.corpora: {path}: no such file")
+        raise InputError(f"{key}: {path}: no such file")
     with path.open(encoding="utf-8") as f:
         for number, line in enumerate(f, 1):
+            if not line.strip():
+                continue
             where = f"{path}:{number}"
             try:
                 row = json.loads(line)
@@ -96,7 +134,7 @@ def _jsonl(path: Path, field: str) -> Iterator[Content]:
                 raise InputError(f"{where}: not valid JSON: {e.msg}") from e
             if not isinstance(row, dict):
                 raise InputError(f"{where}: expected an object, found {type(row).__name__}")
-            yield _content(row, field, where)
+            yield where, row
 
 
 def _dataset(corpus: Corpus, limit: int) -> Iterator[Content]:
@@ -129,14 +167,28 @@ def _content(row: dict[str, Any], field: str, where: str) -> Content:
         return [_message(item) for item in value]
     raise InputError(
         f"{where}: field {field!r} should hold a text or a list of chat messages, "
-        + (f"found {type(value).__name__}" if field in row else f"found only {', '.join(row)}"),
-        "set `field` of the corpus to the right column",
+        + (f"found {_found(value)}" if field in row else f"found only {', '.join(row)}"),
+        'a message is {"role": "...", "content": "..."}; `field` of a corpus names the column',
     )
 
 
+def _found(value: Any) -> str:
+    """Say what is wrong with a value, without repeating what may be confidential."""
+    if not isinstance(value, list) or not value:
+        return "an empty list" if value == [] else type(value).__name__
+    number, item = next((n, i) for n, i in enumerate(value, 1) if not _is_message(i))
+    keys = ", ".join(item) if isinstance(item, dict) else type(item).__name__
+    return f"a list whose item {number} is no message of text ({keys})"
+
+
 def _is_message(item: Any) -> bool:
-    return isinstance(item, dict) and all(isinstance(item.get(k), str) for k in ("role", "content"))
+    return isinstance(item, dict) and any(
+        all(isinstance(item.get(key), str) for key in keys)
+        for keys in (("role", "content"), ("from", "value"))
+    )
 
 
 def _message(item: dict[str, Any]) -> Message:
-    return {"role": item["role"], "content": item["content"]}
+    if "role" in item:
+        return {"role": item["role"], "content": item["content"]}
+    return {"role": SHAREGPT.get(item["from"], item["from"]), "content": item["value"]}

@@ -19,12 +19,17 @@ NEAR_IDENTICAL = 0.5  # share of the shorter document's shingles found in the ot
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or one conversation, with where it comes from."""
+    """One text, or one conversation, with where it comes from.
+
+    `where` is file:line, for messages. What is `private` stays out of reports and bundles.
+    """
 
     content: Content
     domain: str
     source: str
     licence: str
+    where: str = ""
+    private: bool = False
 
     @cached_property
     def words(self) -> list[str]:

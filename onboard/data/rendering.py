@@ -79,13 +79,15 @@ class Renderer:
         if not messages:
             return None
         messages = messages if self.has_system_role else fold_system(messages)
-        ids = self._conversation(messages, limit + 1, generate=True)
+        ids = self._conversation(messages, limit + 1, generate=True, where=document.where)
         return (messages, ids) if len(ids) <= limit else None
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))
 
-    def _conversation(self, messages: list[Message], limit: int, *, generate: bool) -> list[int]:
+    def _conversation(
+        self, messages: list[Message], limit: int, *, generate: bool, where: str = ""
+    ) -> list[int]:
         if not self.has_template:
             return self._encode(plain(messages) + "\n\n" * generate, limit, special=True)
         if not self.has_system_role:
@@ -95,8 +97,9 @@ class Renderer:
         except TEMPLATE_FAULTS as e:
             roles = ", ".join(message["role"] for message in messages)
             raise InputError(
-                f"the chat template cannot render a conversation of {roles}: {e}",
-                "fix the template, or the order of the messages in data.corpora",
+                f"{where}: " * bool(where)
+                + f"the chat template cannot render a conversation of {roles}: {e}",
+                "fix the template, or the order of the messages in data.corpora or data.traffic",
             ) from e
         return self._encode(text, limit, special=False)
 

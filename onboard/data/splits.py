@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,6 +23,22 @@ class Need:
     kind: Kind
 
 
+@dataclass(frozen=True)
+class Mix:
+    """What a set is dealt from: `pools` of documents in dealing order, with domain and weight."""
+
+    pools: Sequence[Sequence[Document]]
+    domains: Sequence[str]
+    weights: Sequence[float]
+
+    def quotas(self, count: int) -> dict[str, int]:
+        """Return how many of `count` documents each domain is to give."""
+        wanted: Counter[str] = Counter()
+        for number, quota in enumerate(largest_remainder(self.weights, count)):
+            wanted[self.domains[number]] += quota
+        return dict(wanted)
+
+
 @dataclass
 class Dealer:
     """Hands out each document once, at most to one set, and no near-copy of it to another.
@@ -30,37 +47,26 @@ class Dealer:
     data, or adding a corpus, leaves them as they are.
     """
 
-    pools: Sequence[Sequence[Document]]  # one per corpus, in dealing order
-    weights: Sequence[float]
     admit: Callable[[Document, Kind], Row | None]
     duplicates: NearDuplicates = field(default_factory=NearDuplicates)
     used: set[str] = field(default_factory=set)
 
-    def deal(self, need: Need) -> list[tuple[Document, Row]]:
-        """Return up to `count` documents of the set with their rows, mixed over the corpora.
+    def deal(self, need: Need, mix: Mix) -> list[tuple[Document, Row]]:
+        """Return up to `count` documents of the set with their rows, mixed by weight.
 
-        A corpus that runs dry is replaced by others of its domain, then by any.
+        A pool that runs dry is replaced by others of its domain, then by any.
         """
-        streams = [self._eligible(pool, need) for pool in self.pools]
+        streams = [self._eligible(pool, need) for pool in mix.pools]
         taken: list[tuple[Document, Row]] = []
         short: list[int] = []
-        for number, quota in enumerate(largest_remainder(self.weights, need.count)):
+        for number, quota in enumerate(largest_remainder(mix.weights, need.count)):
             got = self._take(streams[number], quota)
             taken += got
             short += [number] * (quota - len(got))
         for number in short:
-            spare = (self._take(stream, 1) for stream in self._donors(streams, number))
+            spare = (self._take(stream, 1) for stream in _donors(streams, mix, number))
             taken += next(filter(None, spare), [])
         return sorted(taken, key=lambda pair: str(pair[1]["id"]))
-
-    def _donors(self, streams: list[Iterator[Any]], number: int) -> list[Iterator[Any]]:
-        domain = self._domain(number)
-        others = sorted(range(len(streams)), key=lambda i: (self._domain(i) != domain, i))
-        return [streams[i] for i in others]
-
-    def _domain(self, number: int) -> str:
-        pool = self.pools[number]
-        return pool[0].domain if pool else ""
 
     def _eligible(self, pool: Sequence[Document], need: Need) -> Iterator[tuple[Document, Row]]:
         """Yield what the set may hold, marking each as used when it is asked for."""
@@ -80,6 +86,12 @@ class Dealer:
     @staticmethod
     def _take(stream: Iterator[tuple[Document, Row]], count: int) -> list[tuple[Document, Row]]:
         return list(islice(stream, count))
+
+
+def _donors(streams: list[Iterator[Any]], mix: Mix, number: int) -> list[Iterator[Any]]:
+    domain = mix.domains[number]
+    others = sorted(range(len(streams)), key=lambda i: (mix.domains[i] != domain, i))
+    return [streams[i] for i in others]
 
 
 def compared(document: Document, row: Row) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from onboard import source
-from onboard.data import corpora, readers
+from onboard.data import corpora, readers, traffic
 from onboard.data.documents import Document, count_overlapping
 from onboard.data.rendering import Renderer
-from onboard.data.splits import Dealer, Kind, Need, Row, compared
+from onboard.data.splits import Dealer, Kind, Mix, Need, Row, compared
 from onboard.errors import EnvironmentFault, InputError
 from onboard.pipeline import Job
 from onboard.recipe import Data
@@ -28,6 +28,9 @@ def fingerprint(params: Data) -> Any:
     """Return what decides the documents besides the recipe: package versions, file digests."""
     return {
         "corpora": [corpora.identity(corpus) for corpus in params.corpora],
+        "traffic": [corpora.identity(origin) for origin, _ in traffic.origins(params)]
+        if params.traffic
+        else None,
         "hellaswag": corpora.version(readers.HELLASWAG),
     }
 
@@ -40,12 +43,13 @@ def run(job: Job[Data]) -> None:
     renderer = Renderer.load(source.root(job.inputs["source"]))
     if not renderer.has_template:
         job.warn("the tokenizer has no chat template: conversations are written as plain text")
-    dealt = _deal(job, _pools(job), renderer)
+    mixes = _mixes(job)
+    dealt = _deal(job, mixes, renderer)
     for name, pairs in dealt.items():
         _write_lines(job.out / f"{name}.jsonl", (row for _, row in pairs))
     _write_lines(job.out / "hellaswag.jsonl", _hellaswag(job))
     write_json(job.out / "sources.json", _sources(dealt))
-    missing = _missing(params, dealt)
+    missing = _missing(mixes, dealt)
     for name, domain in missing:
         job.warn(f"{name}: no document of the domain {domain}; ask for more, or for longer ones")
     write_json(
@@ -65,18 +69,31 @@ def needs(params: Data) -> tuple[Need, ...]:
     )
 
 
-def _pools(job: Job[Data]) -> list[list[Document]]:
-    """Return the distinct documents of each corpus, shuffled by the hash of their text."""
-    limit = SPARE * sum(need.count for need in needs(job.params))
+def _mixes(job: Job[Data]) -> dict[Kind, Mix]:
+    """Return what documents and what prompts are dealt from: the corpora, and the traffic."""
+    params = job.params
+    documents = _mix(job, [(c, c.weight) for c in params.corpora], needs(params))
+    if params.traffic is None:
+        return {"document": documents, "prompt": documents}
+    prompts = [need for need in needs(params) if need.kind == "prompt"]
+    return {"document": documents, "prompt": _mix(job, traffic.origins(params), prompts)}
+
+
+def _mix(
+    job: Job[Data], origins: Sequence[tuple[corpora.Origin, float]], sets: Sequence[Need]
+) -> Mix:
+    """Read the distinct documents of each origin, shuffled by the hash of their text."""
+    limit = SPARE * sum(need.count for need in sets)
     pools = []
-    for number, corpus in enumerate(job.params.corpora):
-        job.progress("reading corpora", number, len(job.params.corpora), "corpora")
-        distinct = {document.id: document for document in corpora.read(corpus, limit)}
+    for number, (origin, _) in enumerate(origins):
+        job.progress("reading corpora", number, len(origins), "corpora")
+        distinct = {document.id: document for document in corpora.read(origin, limit)}
         pools.append(sorted(distinct.values(), key=lambda d: d.order(job.params.seed)))
-    return pools
+    domains = [corpora.domain(origin) for origin, _ in origins]
+    return Mix(pools, domains, [weight for _, weight in origins])
 
 
-def _deal(job: Job[Data], pools: list[list[Document]], renderer: Renderer) -> Dealt:
+def _deal(job: Job[Data], mixes: Mapping[Kind, Mix], renderer: Renderer) -> Dealt:
     params = job.params
 
     def admit(document: Document, kind: Kind) -> Row | None:
@@ -85,6 +102,7 @@ def _deal(job: Job[Data], pools: list[list[Document]], renderer: Renderer) -> De
             "domain": document.domain,
             "source": document.source,
             "licence": document.licence,
+            "private": document.private,
         }
         if kind == "document":
             ids = renderer.document(document.content, params.tokens_per_document)
@@ -95,20 +113,38 @@ def _deal(job: Job[Data], pools: list[list[Document]], renderer: Renderer) -> De
             return None
         return {**row, "messages": prompt[0], "ids": prompt[1]}
 
-    dealer = Dealer(pools, [corpus.weight for corpus in params.corpora], admit)
+    dealer = Dealer(admit)
     dealt: Dealt = {}
     sets = needs(params)
     for number, need in enumerate(sets):
         job.progress("dealing documents", number, len(sets), "sets")
-        dealt[need.name] = dealer.deal(need)
+        mix = mixes[need.kind]
+        dealt[need.name] = dealer.deal(need, mix)
+        if need.kind == "prompt" and params.traffic:
+            _say_shortfalls(job, need, mix, dealt[need.name])
         if (found := len(dealt[need.name])) < need.count:
             job.warn(f"{need.name}: the corpora hold only {found} of {need.count} rows")
             if not found:
+                key = "traffic" if need.kind == "prompt" and params.traffic else "corpora"
                 raise InputError(
-                    f"data.corpora: no document is fit for the {need.name} set",
+                    f"data.{key}: no document is fit for the {need.name} set",
                     "add a corpus, or raise data.tokens_per_prompt",
                 )
     return dealt
+
+
+def _say_shortfalls(
+    job: Job[Data], need: Need, mix: Mix, pairs: Sequence[tuple[Document, Row]]
+) -> None:
+    """Warn where a domain gives fewer prompts than its share of the traffic."""
+    given = Counter(document.domain for document, _ in pairs)
+    for domain, wanted in mix.quotas(need.count).items():
+        if given[domain] < wanted:
+            job.warn(
+                f"{need.name}: {domain} gives {given[domain]} of the {wanted} prompts of its "
+                "share (others are too long, too alike or used up); the rest of the traffic "
+                "makes up for them"
+            )
 
 
 def _hellaswag(job: Job[Data]) -> list[dict[str, Any]]:
@@ -128,13 +164,17 @@ def _sources(dealt: Dealt) -> list[dict[str, Any]]:
     ]
 
 
-def _missing(params: Data, dealt: Dealt) -> list[tuple[str, str]]:
-    """Return (set, domain) wherever a set of documents lacks a domain of the recipe."""
-    wanted = sorted({corpus.domain for corpus in params.corpora})
+def _missing(mixes: Mapping[Kind, Mix], dealt: Dealt) -> list[tuple[str, str]]:
+    """Return (set, domain) wherever a set of documents lacks a domain of what it is dealt from."""
+    sets: dict[str, Kind] = {
+        "evaluation": "document",
+        "calibration": "document",
+        "training_prompts": "prompt",
+    }
     return [
         (name, domain)
-        for name in ("evaluation", "calibration", "training_prompts")
-        for domain in wanted
+        for name, kind in sets.items()
+        for domain in sorted(set(mixes[kind].domains))
         if all(document.domain != domain for document, _ in dealt[name])
     ]
 
@@ -146,8 +186,15 @@ def _metrics(missing: int, renderer: Renderer, dealt: Dealt) -> dict[str, float]
         "domains_missing": missing,
         "chat_template_missing": int(not renderer.has_template),
         **{f"documents_{name}": len(pairs) for name, pairs in dealt.items()},
+        **{f"training_prompts_{domain}": n for domain, n in _domains(dealt).items()},
         "calibration_tokens": sum(len(row["ids"]) for _, row in dealt["calibration"]),
     }
+
+
+def _domains(dealt: Dealt) -> dict[str, int]:
+    """Return domain -> training prompts, sorted."""
+    counts = Counter(document.domain for document, _ in dealt["training_prompts"])
+    return dict(sorted(counts.items()))
 
 
 def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
