@@ -1,14 +1,22 @@
-"""Acceptance length of a speculator in a real engine: 1 + accepted tokens / drafts."""
+"""Acceptance of a speculator's drafts in a real engine: 1 + accepted tokens / drafts.
+
+Drafts of looped answers do not count: a model that repeats itself accepts everything. Intervals
+hold 95% and resample documents, since the drafts of one answer are not independent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
+from onboard.evals.bootstrap import document_bootstrap
 
 RESAMPLES = 2000
-INTERVAL = (2.5, 97.5)  # percent
+SUFFIX = {"greedy": "", "sampled": "_sampled"}  # of a sample's fields and of the metrics
+
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -37,16 +45,83 @@ def length(prompts: Sequence[Drafts]) -> float:
 
 def interval(prompts: Sequence[Drafts], seed: int = 0) -> tuple[float, float]:
     """Return the 95% bootstrap interval of `length`, prompts resampled with replacement."""
-    accepted = np.array([p.accepted for p in prompts])
-    count = np.array([p.count for p in prompts])
-    picks = np.random.default_rng(seed).integers(len(prompts), size=(RESAMPLES, len(prompts)))
-    lengths = 1 + accepted[picks].sum(1) / count[picks].sum(1)
-    lo, hi = np.percentile(lengths, INTERVAL)
-    return float(lo), float(hi)
+    accepted, count = [p.accepted for p in prompts], [p.count for p in prompts]
+    lo, hi = document_bootstrap(accepted, count, RESAMPLES, seed)
+    return 1 + lo, 1 + hi
 
 
 def rates(prompts: Sequence[Drafts]) -> list[float]:
     """Return per draft position the share of drafts accepted up to and including it."""
-    positions = len(prompts[0].histogram) - 1 if prompts else 0
     drafts = sum(p.count for p in prompts)
-    return [sum(p.accepted_at(k) for p in prompts) / drafts for k in range(positions)]
+    return [sum(p.accepted_at(k) for p in prompts) / drafts for k in range(_positions(prompts))]
+
+
+def rate_intervals(prompts: Sequence[Drafts], seed: int = 0) -> list[tuple[float, float]]:
+    """Return the 95% bootstrap interval of each of `rates`."""
+    count = [p.count for p in prompts]
+    return [
+        document_bootstrap([p.accepted_at(k) for p in prompts], count, RESAMPLES, seed)
+        for k in range(_positions(prompts))
+    ]
+
+
+def _positions(prompts: Sequence[Drafts]) -> int:
+    return len(prompts[0].histogram) - 1 if prompts else 0
+
+
+def healthy(samples: Sequence[Row], kind: str) -> list[Drafts]:
+    """Return the drafts of the answers that do not loop (an answer of one token has none).
+
+    `samples` hold `looped` and `drafts`, a histogram, for "greedy" answers, and the same with
+    `_sampled` for "sampled" ones.
+    """
+    looped, drafts = f"looped{SUFFIX[kind]}", f"drafts{SUFFIX[kind]}"
+    return [Drafts(tuple(row[drafts])) for row in samples if not row[looped] and sum(row[drafts])]
+
+
+def metrics(samples: Sequence[Row]) -> dict[str, float]:
+    """Return the flat numbers of both kinds; no acceptance length where every answer loops."""
+    found: dict[str, float] = {}
+    for kind, suffix in SUFFIX.items():
+        prompts = healthy(samples, kind)
+        looped = sum(bool(row[f"looped{suffix}"]) for row in samples)
+        found |= {f"looped_excluded{suffix}": looped, **_lengths(prompts, suffix)}
+    greedy = rates(healthy(samples, "greedy"))
+    return found | {f"acceptance_rate_{k}": rate for k, rate in enumerate(greedy)}
+
+
+def tables(samples: Sequence[Row]) -> dict[str, Any]:
+    """Return the content of `acceptance.json`, by kind: domains, draft positions, looped ids."""
+    return {kind: _table(samples, kind) for kind in SUFFIX}
+
+
+def _table(samples: Sequence[Row], kind: str) -> dict[str, Any]:
+    prompts = healthy(samples, kind)
+    positions = zip(rates(prompts), rate_intervals(prompts), strict=True)
+    return {
+        "prompts": len(prompts),
+        "domains": _by_domain(samples, kind),
+        "positions": [{"rate": rate, "lo": lo, "hi": hi} for rate, (lo, hi) in positions],
+        "looped": [row["id"] for row in samples if row[f"looped{SUFFIX[kind]}"]],
+    }
+
+
+def _by_domain(samples: Sequence[Row], kind: str) -> list[dict[str, Any]]:
+    rows = []
+    ordered = sorted(samples, key=_domain)
+    for domain, group in itertools.groupby(ordered, key=_domain):
+        if prompts := healthy(list(group), kind):
+            rows.append({"domain": domain, "prompts": len(prompts), **_lengths(prompts)})
+    return rows
+
+
+def _domain(sample: Row) -> str:
+    return str(sample["domain"])
+
+
+def _lengths(prompts: Sequence[Drafts], suffix: str = "") -> dict[str, float]:
+    if not prompts:
+        return {}
+    lo, hi = interval(prompts)
+    name = f"acceptance_length{suffix}"
+    return {name: length(prompts), f"{name}_lo": lo, f"{name}_hi": hi}

@@ -2,29 +2,27 @@
 
 The bundle is laid out in scratch as it will ship, and started with the commands that will ship.
 Without the speculator: probes, greedy and sampled answers to the evaluation prompts. With it: the
-same greedy answers, which must agree, and the acceptance length in the engine.
+same answers again, of which the greedy ones must agree, and the acceptance of its drafts. Both are
+timed at the recipe's concurrencies. From all this follows whether the speculator ships.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from onboard.checkpoint.assemble import assemble
+from onboard.checkpoint.headers import read_headers
 from onboard.engines import server, vllm
-from onboard.engines.client import Client, Exchange
+from onboard.engines.client import Client
 from onboard.engines.environment import Engine, find
 from onboard.errors import EnvironmentFault, InputError
-from onboard.evals import acceptance, probes
+from onboard.evals import acceptance, answers, probes, roofline, sampling, ship, speed
 from onboard.evals.acceptance import Drafts
-from onboard.evals.loops import find_loop
 from onboard.evals.lossless import Agreement, compare
 from onboard.hardware import device_kind
 from onboard.pipeline import Job
@@ -32,9 +30,12 @@ from onboard.recipe import Smoke
 from onboard.store import write_json
 
 Row = dict[str, Any]
+Commands = dict[str, list[str]]  # the argv without ("plain") and with the speculator
 
-CANDIDATES = 5  # log-probabilities kept at each position
-TEMPERATURE = 0.7
+DRAFT = Path("speculator/vllm")  # within a bundle
+
+WITHHELD = "(the user's own traffic: not shown)"
+NEUTRAL = (1, 2, 3, 4, 5, 6, 7, 8)  # token ids to probe with where every prompt is private
 CPU_HINT = (
     "read the whole log; vLLM's CPU platform does not run every architecture (not sparse "
     "attention, not sigmoid routers): such a model needs a GPU and may be in order"
@@ -42,31 +43,30 @@ CPU_HINT = (
 
 
 def run(job: Job[Smoke]) -> None:
-    """Write `metrics.json`, `engine.json`, `probes.json`, `samples.jsonl`, `acceptance.json`, logs.
+    """Write what was measured and said, and in `ship.json` whether the speculator ships.
 
-    Raises EnvironmentFault where there is no engine, or one that does not start, stops answering,
-    or never uses the speculator.
+    Files: `metrics.json`, `engine.json`, `probes.json`, `samples.jsonl`, `acceptance.json`,
+    `speed.json`, `ship.json`, logs, and `sampling.json` where the recipe asks for it. Raises
+    EnvironmentFault where there is no engine, or one that does not start, stops answering, or
+    never uses the speculator.
     """
     engine = find(job.params.engine, job.params.engine_minimum)
     prompts = usable_prompts(job)
     bundle = lay_out(job)
     config = json.loads((bundle / "checkpoint" / "config.json").read_text())
     environment = vllm.environment(job.params, device_kind(), config)
+    commands = commands_of(job.params, bundle)
 
-    def start(speculative: bool) -> server.Launch:
-        return launch(job.params, engine, bundle, environment, speculative)
+    def start(name: str) -> server.Launch:
+        return launch(commands[name], engine, bundle, environment)
 
     plain = phase(job, "plain", start, lambda client: measure_plain(job, client, prompts))
     fast = phase(
         job, "speculative", start, lambda client: measure_speculative(job, client, prompts)
     )
-    samples = [
-        sample(prompt, *answers)
-        for prompt, *answers in zip(
-            prompts, plain["greedy"], plain["sampled"], fast["greedy"], strict=True
-        )
-    ]
-    _write(job, engine, environment, plain, fast, samples)
+    said = (side[kind] for side in (plain, fast) for kind in ("greedy", "sampled"))
+    samples = [sample(*rows) for rows in zip(prompts, *said, strict=True)]
+    _write(job, engine, environment, commands, plain, fast, samples)
 
 
 def usable_prompts(job: Job[Smoke]) -> list[Row]:
@@ -91,29 +91,32 @@ def lay_out(job: Job[Smoke]) -> Path:
     if not bundle.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
         assemble(job.inputs["quantize"], job.inputs["source"], unfinished / "checkpoint")
-        (unfinished / "speculator").mkdir()
+        (unfinished / DRAFT).parent.mkdir()
         draft = (job.inputs["speculate"].path / "vllm").resolve()
-        (unfinished / "speculator" / "vllm").symlink_to(draft, target_is_directory=True)
+        (unfinished / DRAFT).symlink_to(draft, target_is_directory=True)
         unfinished.rename(bundle)
     return bundle
 
 
+def commands_of(params: Smoke, bundle: Path) -> Commands:
+    """Return the commands that ship, without and with the speculator of a laid-out bundle."""
+    family = json.loads((bundle / DRAFT / "config.json").read_text())["speculators_model_type"]
+    families = {"plain": None, "speculative": family}
+    return {name: vllm.command(params, device_kind(), each) for name, each in families.items()}
+
+
 def launch(
-    params: Smoke, engine: Engine, bundle: Path, environment: Mapping[str, str], speculative: bool
+    command: Sequence[str], engine: Engine, bundle: Path, environment: Mapping[str, str]
 ) -> server.Launch:
-    """Return the command that ships, pointed at this directory, this engine and this machine."""
-    device = device_kind()
-    argv = vllm.command(params, device, speculative)
-    return server.Launch(
-        tuple(vllm.fill(argv, python=str(engine.python), bundle=str(bundle.resolve()))),
-        {**environment, **vllm.threading(device)},
-    )
+    """Return a command that ships, pointed at this directory, this engine and this machine."""
+    filled = vllm.fill(command, python=str(engine.python), bundle=str(bundle.resolve()))
+    return server.Launch(tuple(filled), {**environment, **vllm.threading(device_kind())})
 
 
 def phase(
     job: Job[Smoke],
     name: str,
-    start: Callable[[bool], server.Launch],
+    start: Callable[[str], server.Launch],
     measure: Callable[[Client], Row],
 ) -> Row:
     """Start the engine and measure, or return what an earlier, interrupted run had measured."""
@@ -121,7 +124,7 @@ def phase(
     if done.exists():
         job.progress(f"{name}: measured before", 1, 1)
     else:
-        command = start(name == "speculative")
+        command = start(name)
         with _started(job, name, command) as engine:
             result = measure(Client(engine.url))
             log = engine.log.read_text(errors="replace")
@@ -153,220 +156,249 @@ def _started(
 def measure_plain(job: Job[Smoke], client: Client, prompts: Sequence[Row]) -> Row:
     """Probe; answer every prompt greedily (timed) and at temperature 0.7; look for loops."""
     job.progress("plain: probes", 0, 1)
-    asked = probes.probes(vllm.MODEL, prompts[0]["ids"], job.params.tool_call_parser is not None)
+    shown = next((p["ids"] for p in prompts if not p.get("private")), NEUTRAL)
+    asked = probes.probes(vllm.MODEL, shown, job.params.tool_call_parser is not None)
     rows = probes.ask(client, asked, job.params.max_num_seqs)
     greedy, seconds = answer(job, client, prompts, "plain: greedy")
-    sampled, _ = answer(job, client, prompts, "plain: sampled", temperature=TEMPERATURE)
-    mark_loops(client, [*greedy, *sampled])
-    return {"probes": rows, "greedy": greedy, "sampled": sampled, "seconds": seconds}
+    sampled, _ = answer(job, client, prompts, "plain: sampled", answers.TEMPERATURE)
+    answers.mark_loops(client, [*greedy, *sampled])
+    return {
+        "probes": rows,
+        "greedy": greedy,
+        "sampled": sampled,
+        "seconds": seconds,
+        "paces": paces(job, client, prompts, "plain"),
+        "first_tokens": first_tokens(job, client, prompts, "plain"),
+    }
 
 
 def measure_speculative(job: Job[Smoke], client: Client, prompts: Sequence[Row]) -> Row:
-    """Answer every prompt greedily (timed) and count what became of each prompt's drafts.
-
-    Every prompt's own counts must add up to the engine's; if not, they are not to be trusted.
-    """
+    """Give such answers again, and count what became of each one's drafts."""
     answer(job, client, prompts[:1], "speculative: warming up")
+    greedy, seconds = counted(job, client, prompts, "speculative: greedy")
+    sampled, _ = counted(job, client, prompts, "speculative: sampled", answers.TEMPERATURE)
+    answers.mark_loops(client, [*greedy, *sampled])
+    return {
+        "greedy": greedy,
+        "sampled": sampled,
+        "seconds": seconds,
+        "paces": paces(job, client, prompts, "speculative"),
+        "first_tokens": first_tokens(job, client, prompts, "speculative"),
+    }
+
+
+def counted(
+    job: Job[Smoke], client: Client, prompts: Sequence[Row], what: str, temperature: float = 0
+) -> tuple[list[Row], float]:
+    """Return what `answer` does, its drafts held against the engine's own count.
+
+    Every prompt's counts must add up to the engine's; if not, they are not to be trusted.
+    """
     before = vllm.speculation(client.get("/metrics"))
-    greedy, seconds = answer(job, client, prompts, "speculative: greedy")
-    counted = vllm.speculation(client.get("/metrics")) - before
-    if counted.drafts == 0:
+    rows, seconds = answer(job, client, prompts, what, temperature)
+    found = vllm.speculation(client.get("/metrics")) - before
+    if found.drafts == 0:
         raise EnvironmentFault(
             "the engine started with the speculator, but it never drafted a token "
             f"in {len(prompts)} answers",
             f"less {job.scratch / 'speculative.log'}",
         )
-    drafts = [Drafts(tuple(row["histogram"])) for row in greedy]
+    drafts = [Drafts(tuple(row["histogram"])) for row in rows]
     own = (sum(d.count for d in drafts), sum(d.accepted for d in drafts))
-    if own != (counted.drafts, counted.accepted_tokens):
+    if own != (found.drafts, found.accepted_tokens):
         raise EnvironmentFault(
-            f"the engine counts {counted.drafts} drafts and {counted.accepted_tokens} accepted "
+            f"the engine counts {found.drafts} drafts and {found.accepted_tokens} accepted "
             f"tokens, but its answers count {own[0]} and {own[1]}",
             "is anything else sending requests to it?",
         )
-    mark_loops(client, greedy)
-    return {"greedy": greedy, "seconds": seconds}
+    return rows, seconds
 
 
 def answer(
-    job: Job[Smoke], client: Client, prompts: Sequence[Row], what: str, temperature: float = 0
+    job: Job[Smoke],
+    client: Client,
+    prompts: Sequence[Row],
+    what: str,
+    temperature: float = 0,
+    width: int | None = None,
 ) -> tuple[list[Row], float]:
     """Return an answer per prompt and the seconds that all of them took together.
 
-    An answer has `ids`, `text`, `candidates` (per position, id -> log-probability) and, where the
-    engine speculates, the `histogram` of its drafts by accepted tokens.
+    `width` requests are under way at once, the engine's `max_num_seqs` by default.
     """
+    length = job.params.max_tokens
     requests = [
-        {
-            "model": vllm.MODEL,
-            "prompt": prompt["ids"],
-            "max_tokens": job.params.max_tokens,
-            "temperature": temperature,
-            "seed": number,
-            "logprobs": CANDIDATES,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-        }
-        for number, prompt in enumerate(prompts)
+        answers.with_candidates(answers.request(prompt["ids"], length, temperature))
+        for prompt in prompts
     ]
+    return _ask(job, client, requests, what, width)
 
+
+def paces(job: Job[Smoke], client: Client, prompts: Sequence[Row], name: str) -> list[Row]:
+    """Time greedy answers at every concurrency of the recipe.
+
+    The engine has answered these prompts before: it is warm, and has them in its prefix cache
+    with the speculator as without it, so that it is decoding that is timed.
+    """
+    rows = []
+    for width in job.params.concurrencies:
+        what = f"{name}: speed at concurrency {width}"
+        said, seconds = answer(job, client, speed.chosen(prompts, width), what, width=width)
+        rows.append({"concurrency": width, **speed.pace(said, seconds)})
+    return rows
+
+
+def first_tokens(
+    job: Job[Smoke], client: Client, prompts: Sequence[Row], name: str
+) -> list[list[list[int]]]:
+    """Return the first sampled tokens of many answers to the recipe's number of prompts."""
+    ids = [prompt["ids"] for prompt in prompts[: job.params.sampling_checks]]
+    if not ids:
+        return []
+    requests = sampling.requests(ids)
+    said, _ = _ask(job, client, requests, f"{name}: sampling")
+    return sampling.table([row["ids"] for row in said])
+
+
+def _ask(
+    job: Job[Smoke], client: Client, requests: Sequence[Row], what: str, width: int | None = None
+) -> tuple[list[Row], float]:
     def finished(count: int) -> None:
-        job.progress(what, count, len(prompts), "prompts")
+        job.progress(what, count, len(requests), "prompts")
 
-    finished(0)
-    began = time.monotonic()
-    path, width = probes.COMPLETIONS, job.params.max_num_seqs
-    exchanges = client.post_all(path, requests, width, finished)
-    seconds = time.monotonic() - began
-    return [_answer(exchange) for exchange in exchanges], seconds
+    return answers.ask(client, requests, width or job.params.max_num_seqs, finished)
 
 
-def _answer(exchange: Exchange) -> Row:
-    try:
-        body = exchange.json
-    except ValueError as e:
-        raise EnvironmentFault(f"the engine failed on an evaluation prompt: {e}") from e
-    choice = body["choices"][0]
-    speculation = (body.get("metrics") or {}).get("speculative_decoding") or {}
-    return {
-        "ids": choice["token_ids"],
-        "text": choice["text"],
-        "candidates": [
-            {token.removeprefix("token_id:"): value for token, value in top.items()}
-            for top in choice["logprobs"]["top_logprobs"]
-        ],
-        "histogram": speculation.get("acceptance_histogram", []),
-    }
+def sample(prompt: Row, greedy: Row, sampled: Row, fast: Row, fast_sampled: Row) -> Row:
+    """Return a row of `samples.jsonl`: a prompt's answers, the `fast` ones with the speculator.
 
-
-def mark_loops(client: Client, answers: Sequence[Row]) -> None:
-    """Set `loop` of every answer: how it loops, or None."""
-
-    @cache
-    def decode(token: int) -> str:
-        request = {"model": vllm.MODEL, "tokens": [token]}
-        return str(client.post("/detokenize", request).json["prompt"])
-
-    for row in answers:
-        row["loop"] = find_loop(row["ids"], row["text"], decode)
-
-
-def sample(prompt: Row, greedy: Row, sampled: Row, speculative: Row) -> Row:
-    """Return a row of `samples.jsonl`; `looped` is about the greedy answers only."""
+    `looped` is about both greedy answers, which should be the same; `looped_sampled` about the one
+    with the speculator, whose drafts are `drafts_sampled`.
+    Of a private prompt the row holds what was counted, and no word of it or its answers.
+    """
     candidates = [
         {int(token): value for token, value in top.items()} for top in greedy["candidates"]
     ]
-    agreement: Agreement = compare(greedy["ids"], candidates, speculative["ids"])
+    agreement: Agreement = compare(greedy["ids"], candidates, fast["ids"])
+    private = prompt.get("private", False)
+
+    def shown(words: str | None) -> str | None:
+        return WITHHELD if private and words else words
+
     return {
         "id": prompt["id"],
         "domain": prompt["domain"],
-        "prompt": "\n".join(f"{m['role']}: {m['content']}" for m in prompt["messages"]),
-        "plain": greedy["text"],
-        "speculative": speculative["text"],
-        "sampled": sampled["text"],
-        "looped": bool(greedy["loop"] or speculative["loop"]),
-        "loops": {"greedy": greedy["loop"], "sampled": sampled["loop"]},
+        "prompt": shown("\n".join(f"{m['role']}: {m['content']}" for m in prompt["messages"])),
+        "plain": shown(greedy["text"]),
+        "speculative": shown(fast["text"]),
+        "sampled": shown(sampled["text"]),
+        "looped": bool(greedy["loop"] or fast["loop"]),
+        "looped_sampled": bool(fast_sampled["loop"]),
+        "loops": {"greedy": shown(greedy["loop"]), "sampled": shown(sampled["loop"])},
         "agreement": agreement.kind,
         "gap": agreement.gap,
         "position": agreement.position,
-        "drafts": speculative["histogram"],
+        "drafts": fast["histogram"],
+        "drafts_sampled": fast_sampled["histogram"],
     }
 
 
 def metrics(plain: Row, fast: Row, samples: Sequence[Row]) -> dict[str, float]:
-    """Return the flat numbers. `looped_share` is over greedy and sampled answers alike.
+    """Return the flat numbers, speed at the recipe's concurrencies apart.
 
-    Acceptance counts only answers that do not loop; where all of them do there is none.
+    `looped_share` is over the greedy and sampled answers without the speculator.
     """
     loops = [loop for row in samples for loop in row["loops"].values()]
     kinds = [row["agreement"] for row in samples]
-    healthy = healthy_drafts(samples)
     return {
         "probes": len(plain["probes"]),
         "probes_failed": sum(not row["passed"] for row in plain["probes"]),
         "prompts": len(samples),
         "looped_share": sum(loop is not None for loop in loops) / len(loops),
-        "looped_excluded": sum(row["looped"] for row in samples),
         "divergences": kinds.count("diverged"),
         "exempt": kinds.count("near-tie"),
         "near_tie_share": kinds.count("near-tie") / len(samples),
-        "tokens_per_s": _speed(plain),
-        "tokens_per_s_speculative": _speed(fast),
-        **(_acceptance(healthy) if healthy else {}),
-        **{f"acceptance_rate_{k}": r for k, r in enumerate(acceptance.rates(healthy))},
+        "tokens_per_s": _throughput(plain),
+        "tokens_per_s_speculative": _throughput(fast),
+        **acceptance.metrics(samples),
     }
 
 
-def healthy_drafts(samples: Sequence[Row]) -> list[Drafts]:
-    """Return the drafts of the answers that do not loop (an answer of one token has none)."""
-    return [Drafts(tuple(r["drafts"])) for r in samples if not r["looped"] and sum(r["drafts"])]
-
-
-def _acceptance(prompts: Sequence[Drafts]) -> dict[str, float]:
-    lo, hi = acceptance.interval(prompts)
-    return {
-        "acceptance_length": acceptance.length(prompts),
-        "acceptance_length_lo": lo,
-        "acceptance_length_hi": hi,
-    }
-
-
-def _speed(phase: Row) -> float:
+def _throughput(phase: Row) -> float:
     return float(sum(len(row["ids"]) for row in phase["greedy"]) / phase["seconds"])
 
 
-def _by_domain(samples: Sequence[Row]) -> list[Row]:
-    rows = []
-    by_domain = sorted(samples, key=lambda r: str(r["domain"]))
-    for domain, group in itertools.groupby(by_domain, key=lambda r: str(r["domain"])):
-        if prompts := healthy_drafts(list(group)):
-            rows.append({"domain": domain, "prompts": len(prompts), **_acceptance(prompts)})
-    return rows
+def speeds(job: Job[Smoke], plain: Row, fast: Row, acceptance_length: float | None) -> Row:
+    """Return the content of `speed.json`: paces and speed-ups, and what the expected ones rest on.
+
+    Without an acceptance length there is nothing to expect.
+    """
+    draft = roofline.draft_bytes(read_headers(job.inputs["speculate"].path / "vllm"))
+    checkpoint = read_headers(job.inputs["quantize"].path / "checkpoint")
+    target = roofline.target_decode(checkpoint, job.inputs["adapt"].json("adaptation.json"))
+    drafted = job.params.num_speculative_tokens
+    shape = json.loads((job.inputs["speculate"].path / "vllm" / "config.json").read_text())
+    passes = 1 if shape["speculators_model_type"] == "peagle" else drafted
+
+    def expected(concurrency: int) -> float | None:
+        if acceptance_length is None:
+            return None
+        return roofline.expected_speedup(
+            acceptance_length, drafted, draft, target, concurrency, passes
+        )
+
+    return {
+        "rows": speed.compare(plain["paces"], fast["paces"], expected),
+        "acceptance_length": acceptance_length,
+        "drafted": drafted,
+        "draft_bytes": draft,
+        "target_bytes": target.step_bytes(1, context=0),
+    }
 
 
 def _write(
     job: Job[Smoke],
     engine: Engine,
     environment: Mapping[str, str],
+    commands: Commands,
     plain: Row,
     fast: Row,
     samples: Sequence[Row],
 ) -> None:
-    healthy = healthy_drafts(samples)
-    if not healthy:
+    found = metrics(plain, fast, samples)
+    if "acceptance_length" not in found:
         job.warn("every greedy answer loops: there is no acceptance length")
-    device = device_kind()
-    dtype = {"cpu": "float32"}.get(device, "auto")
-    write_json(
-        job.out / "engine.json",
-        {
-            "engine": engine.name,
-            "version": engine.version,
-            "mode": "; ".join(plain["modes"]) or vllm.UNQUANTIZED,
-            "dtype": dtype,
-            "commands": {
-                "plain": vllm.command(job.params, device, speculative=False),
-                "speculative": vllm.command(job.params, device, speculative=True),
-            },
-            "environment": dict(environment),
-            "threads": {"plain": plain["threads"], "speculative": fast["threads"]},
-            "startup_seconds": {
-                "plain": plain["startup_seconds"],
-                "speculative": fast["startup_seconds"],
-            },
-        },
-    )
-    write_json(job.out / "metrics.json", metrics(plain, fast, samples))
+    timed = speeds(job, plain, fast, found.get("acceptance_length"))
+    found |= speed.metrics(timed["rows"])
+    if plain["first_tokens"]:
+        compared = sampling.compare(plain["first_tokens"], fast["first_tokens"])
+        found |= compared.metrics
+        write_json(job.out / "sampling.json", compared.as_dict())
+    native = vllm.runs_natively(device_kind(), plain["modes"])
+    write_json(job.out / "metrics.json", found)
+    write_json(job.out / "engine.json", _facts(engine, environment, commands, plain, fast))
     write_json(job.out / "probes.json", plain["probes"])
-    write_json(
-        job.out / "acceptance.json",
-        {
-            "domains": _by_domain(samples),
-            "positions": acceptance.rates(healthy),
-            "looped": [row["id"] for row in samples if row["looped"]],
-        },
-    )
+    write_json(job.out / "acceptance.json", acceptance.tables(samples))
+    write_json(job.out / "speed.json", timed)
+    write_json(job.out / "ship.json", ship.decide(job.params, found, native))
     lines = [json.dumps(row, sort_keys=True) for row in samples]
     (job.out / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines))
     for name in ("plain", "speculative"):
         shutil.copyfile(job.scratch / f"{name}.log", job.out / f"{name}.log")
+
+
+def _facts(
+    engine: Engine, environment: Mapping[str, str], commands: Commands, plain: Row, fast: Row
+) -> Row:
+    """Return the content of `engine.json`: what ran, how, and the commands that ship."""
+    phases = {"plain": plain, "speculative": fast}
+    return {
+        "engine": engine.name,
+        "version": engine.version,
+        "mode": "; ".join(plain["modes"]) or vllm.UNQUANTIZED,
+        "dtype": {"cpu": "float32"}.get(device_kind(), "auto"),
+        "commands": commands,
+        "environment": dict(environment),
+        "threads": {name: phase["threads"] for name, phase in phases.items()},
+        "startup_seconds": {name: phase["startup_seconds"] for name, phase in phases.items()},
+    }

@@ -22,6 +22,7 @@ from onboard.errors import EnvironmentFault
 CONTRACT = {
     "kl_mean", "kl_mean_lo", "kl_mean_hi", "kl_p99", "kl_mean_weights_only", "top1", "ppl_ratio",
     "acceptance_length", "tokens_per_s", "tokens_per_s_speculative", "weights_quantized_share",
+    "acceptance_length_sampled", "speedup_1", "speedup_4", "speedup_expected_1",
     "checkpoint_bytes", "source_bytes", "peak_rss_bytes",
     *(f"seconds_{stage}" for stage in ("source", "adapt", "data", "calibrate", "quantize",
                                        "fidelity", "features", "speculate", "smoke")),
@@ -52,7 +53,8 @@ RANDOM = {
     "fidelity.gates.kl_mean": "null",
     "smoke.gates.looped_share": "null",
     "smoke.gates.probes_failed": "null",
-    "smoke.gates.acceptance_length": "null",
+    "smoke.ship.acceptance_length_lo": "null",
+    "smoke.ship.speedup": "null",
     "smoke.gates.near_tie_share": 1,
 }
 
@@ -263,7 +265,6 @@ def test_the_real_model_goes_all_the_way(home: Path) -> None:
     settings = LITTLE | {
         "features.max_new_tokens": 48,
         "fidelity.gates.kl_mean_hi": 3,
-        "smoke.gates.acceptance_length": 1,
         "smoke.gates.near_tie_share": 0.4,
     }
     result = onboard(home, command("smollm2-135m", settings))
@@ -271,3 +272,5 @@ def test_the_real_model_goes_all_the_way(home: Path) -> None:
     assert result["metrics"]["weights_quantized_share"] > 0.9
     assert 0 < result["metrics"]["kl_mean"] < 1.5
     assert result["metrics"]["tokens_per_s"] > 0
+    shipped = (Path(result["bundle"]) / "speculator").exists()
+    assert shipped == result["speculator"]["ships"], "so short a training may not be enough"

@@ -20,6 +20,7 @@ from onboard.checkpoint.assemble import assemble
 from onboard.checkpoint.clone import clone
 from onboard.errors import InputError
 from onboard.pipeline import Run
+from onboard.report.facts import speculator
 from onboard.report.render import write_report
 from onboard.source import root
 from onboard.store import digest, disk_faults, write_json
@@ -60,15 +61,17 @@ def _fill(run: Run, bundle: Path) -> None:
     for entry in source.json("other.json"):
         if entry["name"].upper().startswith(LICENCES):
             clone(root(source) / entry["name"], bundle / entry["name"])
-    if speculate := run.artifacts.get("speculate"):
-        for name in speculate.manifest["files"]:
+    decision = speculator(run)
+    draft = run.artifacts["speculate"] if decision and decision["ships"] else None
+    if draft:
+        for name in draft.manifest["files"]:
             if name.startswith(("vllm/", "sglang/")):
-                clone(speculate.path / name, bundle / "speculator" / name)
+                clone(draft.path / name, bundle / "speculator" / name)
     if smoke := run.artifacts.get("smoke"):
-        write_serving(smoke.json("engine.json"), bundle / "serve")
+        write_serving(smoke.json("engine.json"), draft is not None, bundle / "serve")
     write_report(run, bundle / "report")
     (bundle / "README.md").write_text(card(run), encoding="utf-8", errors="replace")
-    known = {"checkpoint": quantize} | ({"speculator": speculate} if speculate else {})
+    known = {"checkpoint": quantize} | ({"speculator": draft} if draft else {})
     write_json(bundle / MANIFEST, describe(run, inventory(bundle, known)))
 
 

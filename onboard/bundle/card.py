@@ -35,14 +35,14 @@ def card(run: Run) -> str:
         matter=matter,
         facts=facts,
         m=facts["metrics"],
-        speculator="speculate" in run.artifacts,
+        speculator=facts["speculator"],
         engine=facts["provenance"]["engine"] or {},
     )
 
 
 def front_matter(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the card's metadata; `base_model` only where the original has a Hub id."""
-    model = facts["model"]
+    model, speculator = facts["model"], facts["speculator"]
     licence = (model["licence"] or "other").lower()
     base = {"base_model": model["base_model"], "base_model_relation": "quantized"}
     return {
@@ -51,7 +51,7 @@ def front_matter(facts: Mapping[str, Any]) -> dict[str, Any]:
         "pipeline_tag": "text-generation",
         "library_name": "vllm",
         "tags": ["nvfp4", "fp4", "quantized", "modelopt", "vllm"]
-        + (["eagle3", "speculative-decoding"] if "draft_parameters" in facts["metrics"] else []),
+        + (["eagle3", "speculative-decoding"] if speculator and speculator["ships"] else []),
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from onboard.bundle.serving import shipped
 from onboard.errors import EnvironmentFault
 from onboard.pipeline import Run
 from onboard.report.facts import gather
@@ -22,7 +23,8 @@ File = dict[str, Any]  # sha256 (hex) and size (bytes)
 def describe(run: Run, files: Mapping[str, File]) -> dict[str, Any]:
     """Return the manifest of a bundle that holds `files` (relative name -> sha256, size)."""
     facts = gather(run)
-    made = facts["provenance"]
+    made, speculator = facts["provenance"], facts["speculator"]
+    ships = speculator is not None and speculator["ships"]
     return {
         "schema": SCHEMA,
         "bundle": facts["name"],
@@ -34,13 +36,17 @@ def describe(run: Run, files: Mapping[str, File]) -> dict[str, Any]:
         "gates": facts["gates"],
         "overrides": facts["overrides"],
         "adoptions": facts["adoptions"],
+        "speculator": speculator,
         "recipe": facts["recipe"],
         "data": made["data"],
         "packages": made["packages"],
         "engine": made["engine"],
         "hardware": made["hardware"],
         "seeds": made["seeds"],
-        "commands": {"run": made["command"], "serve": made["serving"]["commands"]},
+        "commands": {
+            "run": made["command"],
+            "serve": shipped(made["serving"]["commands"], ships),
+        },
         "files": dict(sorted(files.items())),
     }
 

@@ -28,13 +28,22 @@ python=${{PYTHON:-python3}}
 """
 
 
-def write_serving(engine: Mapping[str, Any], dest: Path) -> None:
+def shipped(commands: Mapping[str, Sequence[str]], speculator: bool) -> dict[str, Sequence[str]]:
+    """Return the commands that a bundle can run, with or without a speculator in it."""
+    return {
+        name: argv
+        for name, argv in commands.items()
+        if argv and (speculator or name != "speculative")
+    }
+
+
+def write_serving(engine: Mapping[str, Any], speculator: bool, dest: Path) -> None:
     """Write `commands.json`, which `onboard serve` reads, and one shell script per command.
 
     `engine` is the smoke test's `engine.json`; its commands hold `{bundle}`, `{port}` and
-    `{python}` in the place of paths and numbers.
+    `{python}` in the place of paths and numbers. `speculator` says whether one is in the bundle.
     """
-    commands = {name: argv for name, argv in engine["commands"].items() if argv}
+    commands = shipped(engine["commands"], speculator)
     environment = {
         name: value
         for name, value in (engine.get("environment") or {}).items()

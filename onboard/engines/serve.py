@@ -17,13 +17,15 @@ from onboard.hardware import device_kind
 COMMANDS = "serve/commands.json"
 
 
-def serve(bundle: Path, port: int, speculative: bool, extra: list[str]) -> None:
+def serve(bundle: Path, port: int, speculative: bool | None, extra: list[str]) -> None:
     """Become the engine that serves `bundle` on 127.0.0.1:`port`; Ctrl-C ends it.
 
-    `extra` are further arguments of the engine. Does not return.
+    `speculative` None is with the speculator where the bundle ships one. `extra` are further
+    arguments of the engine. Does not return.
     """
     commands = _commands(bundle)
-    kind = "speculative" if speculative else "plain"
+    wanted = "speculative" in commands if speculative is None else speculative
+    kind = "speculative" if wanted else "plain"
     if not commands.get(kind):
         raise InputError(
             f"{bundle / COMMANDS} has no {kind!r} command: this bundle ships no speculator",

@@ -29,8 +29,11 @@ _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(\{(?P<labels>.*)\})? (?P<valu
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-def command(params: Smoke, device: str, speculative: bool) -> list[str]:
-    """Return the argv that serves a bundle on a device kind ("cuda" or "cpu")."""
+def command(params: Smoke, device: str, family: str | None) -> list[str]:
+    """Return the argv that serves a bundle on a device kind ("cuda" or "cpu").
+
+    `family` is that of the speculator it is served with, "eagle3" or "peagle"; None: without one.
+    """
     argv = [
         *("{python}", "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", CHECKPOINT, "--served-model-name", MODEL),
@@ -49,11 +52,12 @@ def command(params: Smoke, device: str, speculative: bool) -> list[str]:
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", params.tool_call_parser]
     if params.reasoning_parser:
         argv += ["--reasoning-parser", params.reasoning_parser]
-    if speculative:
+    if family is not None:
         config = {
             "method": "eagle3",
             "model": SPECULATOR,
             "num_speculative_tokens": params.num_speculative_tokens,
+            "parallel_drafting": family == "peagle",
         }
         argv += ["--speculative-config", json.dumps(config)]
         argv += ["--per-request-spec-decode-metrics", "summary"]
@@ -121,6 +125,11 @@ def modes(log: str) -> list[str]:
     kernels = re.findall(r"Using (\w+) for NVFP4 GEMM|Using '(\w+)' NvFp4 MoE backend", log)
     native = [f"native, {linear or f'experts {experts}'}" for linear, experts in kernels]
     return list(dict.fromkeys(line.strip() for line in emulated or native))
+
+
+def runs_natively(device: str, modes: Sequence[str]) -> bool:
+    """Whether speed on this device kind tells of deployment: a GPU, and no emulation in `modes`."""
+    return device != "cpu" and not any("emulation" in mode.lower() for mode in modes)
 
 
 @dataclass(frozen=True)

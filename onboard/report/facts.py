@@ -17,7 +17,7 @@ SCHEMA = 1
 
 
 def gather(run: Run) -> dict[str, Any]:
-    """Return verdict, gates, stages, metrics and provenance of `run`, free of secrets."""
+    """Return verdict, gates, stages, speculator, metrics and provenance, free of secrets."""
     facts = {
         "schema": SCHEMA,
         "run": run.id,
@@ -29,6 +29,7 @@ def gather(run: Run) -> dict[str, Any]:
         "stages": [_stage(run, outcome) for outcome in run.outcomes],
         "adoptions": {o.stage: o.reason for o in run.outcomes if o.status == "adopted"},
         "overrides": {f"{g.stage}.{g.name}": g.override for g in run.gates if g.override},
+        "speculator": speculator(run),
         "metrics": run.metrics,
         "rounding": rounding.figures(
             {name: read(run, "quantize", name) for name in rounding.FILES}
@@ -54,6 +55,18 @@ def model(run: Run) -> dict[str, Any]:
         "base_model": run.recipe.base_model or (name if location.get("kind") == "hub" else None),
         "licence": location.get("licence"),
     }
+
+
+def speculator(run: Run) -> dict[str, Any] | None:
+    """Return what the smoke stage decided (`evals/ship.py`); None where no speculator was trained.
+
+    One that was not measured in an engine does not ship.
+    """
+    if "speculate" not in run.artifacts:
+        return None
+    unmeasured = {"ships": False, "reasons": ["it was not measured in an engine"], "criteria": []}
+    decision: dict[str, Any] = read(run, "smoke", "ship.json") or unmeasured
+    return decision
 
 
 def provenance(run: Run) -> dict[str, Any]:
@@ -130,4 +143,6 @@ def _hardware(artifacts: Mapping[str, Artifact]) -> list[dict[str, Any]]:
 def _recipe(run: Run) -> dict[str, Any]:
     recipe = run.recipe.model_dump(mode="json")
     recipe["source"]["model"] = model(run)["id"]
+    if shares := recipe["data"]["traffic"]:  # of files, the names
+        recipe["data"]["traffic"] = {PurePath(name).name: s for name, s in shares.items()}
     return recipe

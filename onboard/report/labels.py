@@ -21,6 +21,7 @@ LABELS = {
     "hellaswag_drop": "HellaSwag, drop",
     "zero_features": "All-zero features",
     "trained_token_share": "Share of tokens trained on",
+    "answers_reproduced": "Share of a server's answers that the target gives too",
     "batch_invariance_error": "Error between batch shapes",
     "stored_state_error": "Error of stored states, 4-bit activations",
     "offline_acceptance_length": "Acceptance length, offline estimate",
@@ -30,6 +31,7 @@ LABELS = {
     "near_tie_share": "Share of answers exempt as near-ties",
     "acceptance_length": "Acceptance length in the engine",
     "acceptance_length_lo": "Acceptance length, lower 95% bound",
+    "sampling_p_value": "Sampled tokens unchanged by speculation, p-value",
 }
 
 

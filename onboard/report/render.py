@@ -37,8 +37,15 @@ FILES = {
         "positions.json",
         "worst.json",
     ),
-    "speculate": ("training.jsonl",),
-    "smoke": ("engine.json", "probes.json", "samples.jsonl", "acceptance.json"),
+    "speculate": ("training.jsonl", "sweep.json"),
+    "smoke": (
+        "engine.json",
+        "probes.json",
+        "samples.jsonl",
+        "acceptance.json",
+        "speed.json",
+        "sampling.json",
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from onboard.report.formats import number, percent
 WORST_SHOWN = 10
 SAMPLES_SHOWN = 4
 CURVE_POINTS = 200
+KINDS = {"greedy": "", "sampled": ", sampled"}  # of answers; what a row's label ends with
 
 Row = Mapping[str, Any]
 
@@ -97,7 +98,7 @@ def quantization(adapt: Row, quantize: Row, metrics: Row) -> dict[str, Any]:
 
 
 def speculator(speculate: Row, smoke: Row, metrics: Row) -> dict[str, Any]:
-    """Training curve, acceptance by position and by domain, estimate against engine."""
+    """Training curves, a sweep's drafts, acceptance by position and by domain, speed."""
     log = speculate.get("training.jsonl") or []
     rows = log[:: max(1, len(log) // CURVE_POINTS)]
     steps = max((len(r.get("accuracy") or []) for r in rows), default=0)
@@ -105,12 +106,15 @@ def speculator(speculate: Row, smoke: Row, metrics: Row) -> dict[str, Any]:
         (f"step {k + 1}", [(r["step"], r["accuracy"][k]) for r in rows if k < len(r["accuracy"])])
         for k in range(steps)
     ]
-    rates = _numbered(metrics, "acceptance_rate_")
+    learned = [(r["tokens"], r["held_out_length"]) for r in log if "held_out_length" in r]
+    acceptance = smoke.get("acceptance.json") or {}
+    timed = smoke.get("speed.json") or {}
     compared = [
         Bar(label, metrics[key])
         for label, key in (
             ("offline estimate", "offline_acceptance_length"),
-            ("engine", "acceptance_length"),
+            ("engine, greedy", "acceptance_length"),
+            ("engine, sampled", "acceptance_length_sampled"),
         )
         if key in metrics
     ]
@@ -119,17 +123,34 @@ def speculator(speculate: Row, smoke: Row, metrics: Row) -> dict[str, Any]:
             [("loss", [(r["step"], r["loss"]) for r in rows])], "Training loss by step", "step"
         ),
         "accuracy": charts.lines(accuracy, "Training accuracy by draft position", "step"),
-        "positions": charts.columns(
-            [Bar(f"token {i + 1}", rate) for i, rate in enumerate(rates)],
-            "Share of drafts accepted at each position, in the engine",
-            1.0,
+        "learned": charts.lines(
+            [("length", learned)], "Estimated acceptance length by tokens trained on", "token"
+        ),
+        "sweep": _sweep(speculate.get("sweep.json") or []),
+        "positions": charts.intervals(
+            _position_acceptance(acceptance),
+            "Share of drafts accepted at each position in the engine, with 95% intervals",
         ),
         "compared": charts.columns(compared, "Acceptance length: offline estimate and engine"),
         "domains": charts.intervals(
-            _domain_acceptance(smoke.get("acceptance.json")),
-            "Acceptance length in the engine by domain",
+            [*_domain_acceptance(acceptance), *_whole_acceptance(acceptance, metrics)],
+            "Acceptance length in the engine by domain, with 95% intervals",
             least=1.0,
         ),
+        "speed": timed.get("rows") or [],
+        "bytes": {name: timed.get(name) for name in ("draft_bytes", "target_bytes", "drafted")},
+        "sampling": smoke.get("sampling.json"),
+    }
+
+
+def _sweep(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the fields in which drafts differ, and the drafts; nothing where there is but one."""
+    if len(rows) < 2:
+        return {}
+    shapes = [row["draft"] for row in rows]
+    return {
+        "fields": [name for name in shapes[0] if any(s[name] != shapes[0][name] for s in shapes)],
+        "rows": rows,
     }
 
 
@@ -186,22 +207,39 @@ def _kept(tensors: Sequence[Row]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -int(row["parameters"]))
 
 
-def _numbered(metrics: Row, prefix: str) -> list[float]:
-    """Return the values of `prefix0`, `prefix1`, ... in order."""
-    found = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
-    return [found[k] for k in sorted(filter(str.isdigit, found), key=int)]
+def _position_acceptance(acceptance: Row) -> list[Interval]:
+    """Return a row per draft position and kind of answer, the kinds of a position together."""
+    rows = [
+        (place, Interval(f"token {place}{KINDS[kind]}", row["rate"], row["lo"], row["hi"]))
+        for kind in KINDS
+        for place, row in enumerate((acceptance.get(kind) or {}).get("positions", []), 1)
+    ]
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
 
-def _domain_acceptance(acceptance: Any) -> list[Interval]:
-    rows = []
-    for domain in (acceptance or {}).get("domains", []):
-        length = domain["acceptance_length"]
-        lo, hi = (
-            domain.get("acceptance_length_lo", length),
-            domain.get("acceptance_length_hi", length),
-        )
-        rows.append(Interval(domain["domain"], length, lo, hi, f"{domain['prompts']} prompts"))
-    return rows
+def _domain_acceptance(acceptance: Row) -> list[Interval]:
+    """Return a row per domain and kind of answer, the kinds of a domain together."""
+    rows = [
+        (row["domain"], _length(f"{row['domain']}{KINDS[kind]}", row, row["prompts"]))
+        for kind in KINDS
+        for row in (acceptance.get(kind) or {}).get("domains", [])
+    ]
+    return [row for _, row in sorted(rows, key=lambda pair: str(pair[0]))]
+
+
+def _whole_acceptance(acceptance: Row, metrics: Row) -> list[Interval]:
+    """Return a row over all domains per kind of answer."""
+    suffixes = {"greedy": "", "sampled": "_sampled"}
+    return [
+        _length(f"all{KINDS[kind]}", metrics, acceptance[kind]["prompts"], suffixes[kind])
+        for kind in KINDS
+        if kind in acceptance and f"acceptance_length{suffixes[kind]}" in metrics
+    ]
+
+
+def _length(label: str, row: Row, prompts: int, suffix: str = "") -> Interval:
+    name = f"acceptance_length{suffix}"
+    return Interval(label, row[name], row[f"{name}_lo"], row[f"{name}_hi"], f"{prompts} prompts")
 
 
 def _one_of_each(rows: Sequence[Row], key: str) -> list[Row]:

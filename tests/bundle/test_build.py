@@ -61,6 +61,54 @@ def test_layout(make_run: MakeRun, tmp_path: Path) -> None:
     assert [p.name for p in bundle.parent.iterdir()] == ["smol"]  # nothing of the build is left
 
 
+WHY = "the lower 95% bound of its acceptance length is 1, not above 1"
+STAYS_OUT = {"smoke": {"ship.json": {"ships": False, "reasons": [WHY], "criteria": []}}}
+
+
+def test_layout_without_a_speculator(make_run: MakeRun, tmp_path: Path) -> None:
+    """A head that does not clear the limit stays out, and everything in the bundle says so."""
+    run = make_run(files=STAYS_OUT)
+    assert run.passed, "a decision, not a gate"
+    bundle = build_bundle(run, tmp_path / "b")
+    names = set(tree(bundle))
+    assert not {name for name in names if name.startswith("speculator/")}
+    assert {name for name in names if name.startswith("serve/")} == {
+        "serve/commands.json",
+        "serve/vllm.sh",
+    }
+    assert set(json.loads((bundle / "serve" / "commands.json").read_text())) == {
+        "engine", "version", "mode", "dtype", "environment", "plain",
+    }  # fmt: skip
+    said = manifest(bundle)
+    assert said["speculator"] == {"ships": False, "reasons": [WHY], "criteria": []}
+    assert set(said["commands"]["serve"]) == {"plain"}
+    card = (bundle / "README.md").read_text()
+    assert f"**No speculator ships.** One was trained and stays out: {WHY}." in card
+    assert "--no-speculative" not in card
+    assert "eagle3" not in yaml.safe_load(card.split("---\n")[1])["tags"]
+    assert WHY in (bundle / "report" / "index.html").read_text()
+    verify(bundle)
+    before = tree(bundle)
+    assert tree(build_bundle(run, bundle)) == before
+
+
+def test_a_bundle_with_its_speculator_says_so(make_run: MakeRun, tmp_path: Path) -> None:
+    bundle = build_bundle(make_run(), tmp_path / "b")
+    assert manifest(bundle)["speculator"]["ships"] is True
+    assert set(manifest(bundle)["commands"]["serve"]) == {"plain", "speculative"}
+    card = (bundle / "README.md").read_text()
+    assert "onboard serve . --no-speculative" in card
+    assert "No speculator ships" not in card
+    assert "Acceptance length at temperature 0.7 | 1.43, 95% interval [1.36, 1.51]" in card
+    verify(bundle)
+
+
+def test_a_speculator_that_was_not_measured_stays_out(make_run: MakeRun, tmp_path: Path) -> None:
+    bundle = build_bundle(make_run(files={"smoke": {"ship.json": None}}), tmp_path / "b")
+    assert not (bundle / "speculator").exists()
+    assert manifest(bundle)["speculator"]["reasons"] == ["it was not measured in an engine"]
+
+
 def test_manifest_says_what_it_was_made_from(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run()
     bundle = build_bundle(run, tmp_path / "b")

@@ -57,6 +57,19 @@ def test_a_bundle_without_a_speculator(bundle: Path) -> None:
     assert caught.value.hint == f"onboard serve {bundle} --no-speculative"
 
 
+@pytest.mark.parametrize(("has_one", "served"), [(True, "--draft"), (False, "{port}")])
+def test_the_speculator_is_served_where_there_is_one(
+    bundle: Path, has_one: bool, served: str
+) -> None:
+    path = bundle / "serve" / "commands.json"
+    commands = json.loads(path.read_text())
+    if has_one:
+        commands["speculative"] = [*commands["plain"], "--draft"]
+    path.write_text(json.dumps(commands))
+    argv, _ = became(bundle, 8123, None, [])
+    assert argv[-1] == served.replace("{port}", "8123")
+
+
 def test_no_bundle(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no bundle of onboard.*serve/commands\.json"):
         serve.serve(tmp_path, 8123, True, [])

@@ -50,7 +50,7 @@ def test_labels_and_values() -> None:
 
 
 def test_the_command_holds_no_path_of_this_machine() -> None:
-    argv = vllm.command(Smoke(), "cpu", speculative=True)
+    argv = vllm.command(Smoke(), "cpu", family="eagle3")
     assert [part for part in argv if part.startswith("/")] == []
     config = json.loads(argv[argv.index("--speculative-config") + 1])
     assert config == {
@@ -66,15 +66,15 @@ def test_the_command_holds_no_path_of_this_machine() -> None:
 
 @pytest.mark.parametrize("option", ["--enforce-eager", "--dtype", "--max-num-batched-tokens"])
 def test_nothing_of_the_cpu_on_a_gpu(option: str) -> None:
-    assert option in vllm.command(Smoke(), "cpu", speculative=False)
-    assert option not in vllm.command(Smoke(), "cuda", speculative=False)
+    assert option in vllm.command(Smoke(), "cpu", family=None)
+    assert option not in vllm.command(Smoke(), "cuda", family=None)
     environment = {**vllm.environment(Smoke(), "cuda", {}), **vllm.threading("cuda")}
     assert not [name for name in environment if "CPU" in name or "OMP" in name]
 
 
 def test_parsers_and_further_arguments_of_the_recipe() -> None:
     params = Smoke(tool_call_parser="hermes", reasoning_parser="qwen3", serve_args=("--x", "1"))
-    argv = vllm.command(params, "cuda", speculative=False)
+    argv = vllm.command(params, "cuda", family=None)
     assert argv[-2:] == ["--x", "1"]
     assert argv[argv.index("--tool-call-parser") + 1] == "hermes"
     assert argv[argv.index("--reasoning-parser") + 1] == "qwen3"
@@ -111,6 +111,20 @@ def test_modes_come_from_the_log() -> None:
     assert vllm.modes("INFO all is well") == []
     native = "Using MarlinNvFp4LinearKernel for NVFP4 GEMM\nUsing 'MARLIN' NvFp4 MoE backend out of"
     assert vllm.modes(native) == ["native, MarlinNvFp4LinearKernel", "native, experts MARLIN"]
+
+
+@pytest.mark.parametrize(
+    ("device", "modes", "native"),
+    [
+        ("cuda", ["native, MarlinNvFp4LinearKernel"], True),
+        ("cuda", [], True),
+        ("cuda", ["native, EmulationNvFp4LinearKernel"], False),
+        ("cpu", ["cpu-emulation, linear W4A4, float32"], False),
+        ("cpu", [], False),
+    ],
+)
+def test_whose_speed_counts(device: str, modes: list[str], native: bool) -> None:
+    assert vllm.runs_natively(device, modes) == native
 
 
 def test_at_least_one_thread_and_no_more_than_there_are_cores() -> None:

@@ -1,10 +1,13 @@
 """Acceptance length from histograms of accepted tokens, against a count by hand."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onboard.evals.acceptance import Drafts, interval, length, rates
+from onboard.evals import acceptance
+from onboard.evals.acceptance import Drafts, interval, length, rate_intervals, rates
 
 # 10 drafts of three tokens: 5 rejected at once, 3 with one token accepted, 1 with two, 1 with all.
 FIRST = Drafts((5, 3, 1, 1))
@@ -18,6 +21,7 @@ def test_by_hand() -> None:
     assert length([FIRST, SECOND]) == pytest.approx(1 + 14 / 12)
     assert rates([FIRST, SECOND]) == pytest.approx([7 / 12, 4 / 12, 3 / 12])
     assert rates([]) == []
+    assert rate_intervals([]) == []
 
 
 @given(
@@ -31,7 +35,77 @@ def test_what_holds_for_all(prompts: list[Drafts]) -> None:
     assert length(prompts) == pytest.approx(1 + sum(rates(prompts)))
     assert rates(prompts) == sorted(rates(prompts), reverse=True)
     assert interval(prompts) == (lo, hi)
+    for lowest, highest in rate_intervals(prompts):
+        assert 0 <= lowest <= highest <= 1
 
 
 def test_equal_prompts_leave_no_doubt() -> None:
     assert interval([FIRST] * 5) == pytest.approx((1.8, 1.8))
+    assert rate_intervals([FIRST] * 5) == [
+        pytest.approx((0.5, 0.5)),
+        pytest.approx((0.2, 0.2)),
+        pytest.approx((0.1, 0.1)),
+    ]
+
+
+def test_two_prompts_give_the_interval_between_them() -> None:
+    """A quarter of the resamples holds one prompt alone, twice: both are within 95%."""
+    assert interval([FIRST, Drafts((0, 0, 0, 10))]) == pytest.approx((1.8, 4.0))
+    assert rate_intervals([FIRST, Drafts((0, 0, 0, 10))])[2] == pytest.approx((0.1, 1.0))
+
+
+def sample(domain: str, greedy: Drafts, sampled: Drafts, looped: str = "") -> dict[str, Any]:
+    return {
+        "id": domain,
+        "domain": domain,
+        "drafts": list(greedy.histogram),
+        "drafts_sampled": list(sampled.histogram),
+        "looped": "greedy" in looped,
+        "looped_sampled": "sampled" in looped,
+    }
+
+
+SAMPLES = [
+    sample("code", FIRST, SECOND),
+    sample("chat", SECOND, FIRST),
+    sample("loop", Drafts((0, 0, 0, 99)), FIRST, "greedy"),
+    sample("word", Drafts((0, 0, 0, 0)), FIRST, "sampled"),  # one token: nothing was drafted
+]
+
+
+def test_loops_are_left_out_of_their_own_kind_and_counted() -> None:
+    found = acceptance.metrics(SAMPLES)
+    assert found["acceptance_length"] == pytest.approx(1 + 14 / 12)
+    assert found["acceptance_length_sampled"] == pytest.approx(1 + (8 + 6 + 8) / 22)
+    assert found["looped_excluded"] == found["looped_excluded_sampled"] == 1
+    assert found["acceptance_rate_0"] == pytest.approx(7 / 12)
+    for suffix in ("", "_sampled"):
+        name = f"acceptance_length{suffix}"
+        assert found[f"{name}_lo"] <= found[name] <= found[f"{name}_hi"]
+
+
+def test_the_tables_of_both_kinds() -> None:
+    found = acceptance.tables(SAMPLES)
+    assert found["greedy"]["prompts"] == 2
+    assert found["greedy"]["looped"] == ["loop"]
+    assert [row["domain"] for row in found["greedy"]["domains"]] == ["chat", "code"]
+    assert found["greedy"]["domains"][1] == {
+        "domain": "code",
+        "prompts": 1,
+        "acceptance_length": pytest.approx(1.8),
+        "acceptance_length_lo": pytest.approx(1.8),
+        "acceptance_length_hi": pytest.approx(1.8),
+    }
+    assert [row["rate"] for row in found["greedy"]["positions"]] == pytest.approx(
+        [7 / 12, 4 / 12, 3 / 12]
+    )
+    assert found["sampled"]["looped"] == ["word"]
+    assert [row["domain"] for row in found["sampled"]["domains"]] == ["chat", "code", "loop"]
+
+
+def test_where_everything_loops_there_is_nothing_to_tell() -> None:
+    loops = [sample("loop", FIRST, FIRST, "greedy and sampled")]
+    assert acceptance.metrics(loops) == {"looped_excluded": 1, "looped_excluded_sampled": 1}
+    assert acceptance.tables(loops)["greedy"] == {
+        "prompts": 0, "domains": [], "positions": [], "looped": ["loop"],
+    }  # fmt: skip

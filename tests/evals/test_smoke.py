@@ -1,12 +1,15 @@
-"""The smoke stage on recorded answers: agreement, loops, acceptance, resume."""
+"""The smoke stage on recorded answers: agreement, loops, acceptance, speed, decision, resume."""
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from onboard.engines import server
+from onboard.engines.client import Exchange
+from onboard.engines.environment import Engine
 from onboard.errors import EnvironmentFault, InputError
 from onboard.evals import smoke
 from onboard.recipe import Smoke
@@ -18,6 +21,7 @@ def answer(ids: list[int], loop: str | None = None, histogram: Any = (2, 1)) -> 
     return {
         "ids": ids,
         "text": str(ids),
+        "seconds": 0.5,
         "candidates": [{str(i): -0.5, "99": -0.6} for i in ids],
         "histogram": list(histogram),
         "loop": loop,
@@ -25,7 +29,8 @@ def answer(ids: list[int], loop: str | None = None, histogram: Any = (2, 1)) -> 
 
 
 def row(plain: list[int], fast: list[int], loop: str | None = None, **more: Any) -> dict[str, Any]:
-    return smoke.sample(PROMPT, answer(plain), answer(plain), answer(fast, loop, **more))
+    fast_answer = answer(fast, loop, **more)
+    return smoke.sample(PROMPT, answer(plain), answer(plain), fast_answer, fast_answer)
 
 
 def phase(rows: int) -> dict[str, Any]:
@@ -59,6 +64,31 @@ def test_where_everything_loops_there_is_no_acceptance_to_pass_a_gate() -> None:
     found = smoke.metrics(phase(1), phase(1), [row([7], [7], loop="token 7")])
     assert "acceptance_length" not in found
     assert found["looped_excluded"] == 1
+    assert found["looped_excluded_sampled"] == 1
+
+
+def test_the_users_own_traffic_is_counted_and_not_shown() -> None:
+    said = {**answer([1, 2], loop="word 'secret' 4 times in a row"), "text": "a secret"}
+    prompt = {**PROMPT, "messages": [{"role": "user", "content": "my secret"}]}
+    shown = smoke.sample(prompt, said, said, said, said)
+    private = smoke.sample({**prompt, "private": True}, said, said, said, said)
+    assert "secret" in shown["prompt"]
+    assert "secret" not in json.dumps(private)
+    assert private["looped"]
+    counted = [smoke.metrics(phase(1), phase(1), [row]) for row in (shown, private)]
+    assert counted[0] == counted[1]
+
+
+def test_a_probe_shows_no_private_prompt(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[Any] = []
+    monkeypatch.setattr(smoke.probes, "probes", lambda model, ids, tools: probed.append(ids))
+    monkeypatch.setattr(smoke.probes, "ask", lambda *args: [])
+    monkeypatch.setattr(smoke, "answer", lambda *args, **kwargs: ([], 1.0))
+    monkeypatch.setattr(smoke, "paces", lambda *args: [])
+    secret = {**PROMPT, "ids": [7, 7], "private": True}
+    for prompts in ([secret, PROMPT], [secret]):
+        smoke.measure_plain(bench.job("smoke", Smoke(), again=True), None, prompts)  # type: ignore[arg-type]
+    assert probed == [PROMPT["ids"], smoke.NEUTRAL]
 
 
 def test_long_prompts_are_left_out_with_a_word(bench: Any) -> None:
@@ -137,3 +167,174 @@ def test_the_bundle_is_laid_out_once(
     assert (bundle / "speculator" / "vllm").readlink() == bench.artifacts["speculate"].path / "vllm"
     monkeypatch.setattr(smoke, "assemble", None)
     assert smoke.lay_out(job) == bundle
+
+
+class Scripted:
+    """An engine of recorded answers: two tokens each, and with the speculator one draft of three.
+
+    `asked` keeps what was sent, and how much at once.
+    """
+
+    def __init__(self, speculative: bool) -> None:
+        self.speculative = speculative
+        self.drafts = 7  # of before
+        self.asked: list[tuple[dict[str, Any], int]] = []
+
+    def get(self, path: str) -> str:
+        assert path == "/metrics"
+        return COUNTERS.format(drafts=self.drafts, accepted=2 * self.drafts)
+
+    def post(self, path: str, request: dict[str, Any]) -> Exchange:
+        assert path == "/detokenize"
+        return Exchange(path, request, 200, json.dumps({"prompt": f"t{request['tokens'][0]}"}), 0.1)
+
+    def post_all(
+        self,
+        path: str,
+        requests: Sequence[dict[str, Any]],
+        concurrency: int,
+        finished: Callable[[int], None],
+    ) -> list[Exchange]:
+        assert path == "/v1/completions"
+        self.asked += [(request, concurrency) for request in requests]
+        finished(len(requests))
+        return [self.answer(path, request) for request in requests]
+
+    def answer(self, path: str, request: dict[str, Any]) -> Exchange:
+        choice: dict[str, Any] = {"token_ids": [5, 6], "text": "five six", "logprobs": None}
+        if "logprobs" in request:
+            likely = [{f"token_id:{token}": -0.1} for token in (5, 6)]
+            choice["logprobs"] = {"top_logprobs": likely}
+        body: dict[str, Any] = {"choices": [choice]}
+        if self.speculative:
+            self.drafts += 1
+            counts = {"acceptance_histogram": [0, 0, 1, 0]}
+            body["metrics"] = {"speculative_decoding": counts}
+        return Exchange(path, request, 200, json.dumps(body), 0.25)
+
+
+PROMPTS = [{**PROMPT, "id": f"p{i}", "ids": [i]} for i in range(3)]
+PARAMS = Smoke(max_num_seqs=4, concurrencies=(1, 4), sampling_checks=2)
+
+
+@pytest.fixture
+def measured(bench: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any, Any]:
+    """Return what both phases measured of scripted engines, and the engines."""
+    monkeypatch.setattr(smoke.sampling, "ANSWERS", 3)
+    monkeypatch.setattr(smoke.probes, "ask", lambda *args: [{"passed": True}])
+    job = bench.job("smoke", PARAMS)
+    engines = Scripted(False), Scripted(True)
+    plain = smoke.measure_plain(job, engines[0], PROMPTS)  # type: ignore[arg-type]
+    fast = smoke.measure_speculative(job, engines[1], PROMPTS)  # type: ignore[arg-type]
+    return plain, fast, *engines
+
+
+def test_both_kinds_of_answers_come_with_their_drafts(measured: Any) -> None:
+    _, fast, _, _ = measured
+    for kind in ("greedy", "sampled"):
+        assert [row["histogram"] for row in fast[kind]] == [[0, 0, 1, 0]] * 3
+        assert [row["loop"] for row in fast[kind]] == [None] * 3
+
+
+def test_both_engines_sample_the_same_prompts(measured: Any) -> None:
+    _, _, *engines = measured
+    sampled = [
+        [r["prompt"] for r, _ in e.asked if r["temperature"] and "logprobs" in r] for e in engines
+    ]
+    assert sampled[0] == sampled[1] == [[0], [1], [2]]
+
+
+def test_no_request_has_a_seed(measured: Any) -> None:
+    """vLLM's CPU engine dies of one where a prompt is read in parts."""
+    _, _, *engines = measured
+    assert not [r for engine in engines for r, _ in engine.asked if "seed" in r]
+
+
+def test_every_concurrency_is_timed_on_greedy_answers(measured: Any) -> None:
+    plain, fast, *engines = measured
+    for engine in engines:
+        widths = [width for request, width in engine.asked if not request["temperature"]]
+        assert widths.count(1) == 6
+        assert widths.count(4) == 16 + 3 + (1 if engine.speculative else 0)  # main, warm-up
+    for side in (plain, fast):
+        assert [row["concurrency"] for row in side["paces"]] == [1, 4]
+        assert [row["answers"] for row in side["paces"]] == [6, 16]
+        assert [row["seconds_per_token"] for row in side["paces"]] == [0.125, 0.125]
+
+
+def test_an_answer_that_the_engine_refused(bench: Any) -> None:
+    class Refusing(Scripted):
+        def answer(self, path: str, request: dict[str, Any]) -> Exchange:
+            return Exchange(path, request, 500, "out of memory", 0.1)
+
+    engine: Any = Refusing(False)
+    with pytest.raises(EnvironmentFault, match=r"failed on an evaluation prompt.*out of memory"):
+        smoke.answer(bench.job("smoke", PARAMS), engine, PROMPTS, "plain: greedy")
+
+
+def test_checks_of_sampling(measured: Any) -> None:
+    plain, fast, *engines = measured
+    checked = [
+        [r for r, _ in engine.asked if r["temperature"] and "logprobs" not in r]
+        for engine in engines
+    ]
+    assert [len(requests) for requests in checked] == [6, 6]
+    assert plain["first_tokens"] == fast["first_tokens"] == [[[5, 6, -1, -1]] * 3] * 2
+
+
+def tensors(path: Path, **shapes: Sequence[int]) -> None:
+    """Write a safetensors file of bf16 zeros; `__` in a name is a dot."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * shape[0] * shape[1]
+        header[name.replace("__", ".")] = {
+            "dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
+def test_what_the_stage_writes(measured: Any, bench: Any) -> None:
+    plain, fast, _, _ = measured
+    for side in (plain, fast):
+        side |= {"modes": ["cpu-emulation"], "threads": "1", "startup_seconds": 1.0}
+    roles = {"embed": "embed", "mlp": "mlp"}
+    adaptation = {
+        "tensors": {f"{name}.weight": {"role": role} for name, role in roles.items()},
+        "experts": None,
+    }
+    bench.put("adapt", adaptation__json=adaptation)
+    for stage in ("quantize", "speculate"):
+        bench.put(stage)
+    target = bench.artifacts["quantize"].path / "checkpoint" / "model.safetensors"
+    tensors(target, embed__weight=(10, 4), mlp__weight=(30, 4))
+    draft = bench.artifacts["speculate"].path / "vllm" / "model.safetensors"
+    tensors(draft, embed_tokens__weight=(10, 4), fc__weight=(8, 4))
+    (draft.parent / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    job = bench.job("smoke", PARAMS, again=True)
+    for name in ("plain", "speculative"):
+        (job.scratch / f"{name}.log").write_text("ready")
+    said = (side[kind] for side in (plain, fast) for kind in ("greedy", "sampled"))
+    samples = [smoke.sample(*rows) for rows in zip(PROMPTS, *said, strict=True)]
+    engine = Engine("vllm", "0.32.0", Path("python"))
+    commands = {"plain": ["a"], "speculative": ["b"]}
+    smoke._write(job, engine, {}, commands, plain, fast, samples)
+
+    found = json.loads((job.out / "metrics.json").read_text())
+    assert found["acceptance_length"] == found["acceptance_length_sampled"] == 3.0
+    # 3 tokens a step; drafting one reads 64 bytes of 320 (the embedding is the output head too).
+    assert found["speedup_expected_1"] == found["speedup_expected_4"] == pytest.approx(3 / 1.6)
+    assert found["sampling_p_value"] == 1.0
+    assert found["sampling_power"] == 0.0  # three answers of one mind show nothing
+    assert all(isinstance(value, int | float) for value in found.values())
+    ship = json.loads((job.out / "ship.json").read_text())
+    assert ship["ships"] is True
+    assert [criterion["met"] for criterion in ship["criteria"]] == [True, None]
+    timed = json.loads((job.out / "speed.json").read_text())
+    assert (timed["draft_bytes"], timed["target_bytes"], timed["drafted"]) == (64, 320, 3)
+    facts = json.loads((job.out / "engine.json").read_text())
+    assert set(facts["commands"]) == {"plain", "speculative"}
+    assert "--speculative-config" not in facts["commands"]["plain"]
+    rows = (job.out / "samples.jsonl").read_text().splitlines()
+    assert json.loads(rows[0])["drafts_sampled"] == [0, 0, 1, 0]

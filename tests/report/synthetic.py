@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -453,6 +453,7 @@ def _speculate(out: Path, rng: random.Random) -> None:
                 ],
                 "learning_rate": 1e-3,
                 "tokens": s * 480,
+                **({"held_out_length": 1.7 - 0.7 * math.exp(-s / 80)} if s % 24 == 0 else {}),
             }
             for s in steps
         ],
@@ -464,6 +465,19 @@ def _speculate(out: Path, rng: random.Random) -> None:
             "draft_vocab_coverage": 0.9741, "training_tokens": 114_336, "training_loss": 2.14,
         },
     )  # fmt: skip
+    drafts = [(None, 1, 1.61, True), (512, 1, 1.58, False)]
+    write_json(
+        out / "sweep.json",
+        [
+            {
+                "draft": {"layers": layers, "window": window},
+                "draft_parameters": 5_094_720,
+                "offline_acceptance_length": length,
+                "chosen": chosen,
+            }
+            for window, layers, length, chosen in drafts
+        ],
+    )
 
 
 def _smoke(out: Path, rng: random.Random) -> None:
@@ -472,7 +486,9 @@ def _smoke(out: Path, rng: random.Random) -> None:
         {
             "acceptance_length": 1.538, "acceptance_length_lo": 1.462,
             "acceptance_length_hi": 1.617, "acceptance_rate_0": 0.371, "acceptance_rate_1": 0.121,
-            "acceptance_rate_2": 0.046, "tokens_per_s": 41.3, "tokens_per_s_speculative": 33.8,
+            "acceptance_rate_2": 0.046, "acceptance_length_sampled": 1.431,
+            "acceptance_length_sampled_lo": 1.358, "acceptance_length_sampled_hi": 1.507,
+            "looped_excluded_sampled": 0, "tokens_per_s": 41.3, "tokens_per_s_speculative": 33.8,
             "probes_failed": 0, "probes": 6, "looped_share": 0.15, "looped_excluded": 1,
             "divergences": 0, "near_tie_share": 0.05, "exempt": 1, "prompts": 20,
         },
@@ -532,22 +548,73 @@ def _smoke(out: Path, rng: random.Random) -> None:
             for i in range(20)
         ],
     )
+    lengths = (1.41, 1.72, 1.66, 1.29, 1.6)
     write_json(
         out / "acceptance.json",
         {
-            "domains": [
-                {
-                    "domain": name, "prompts": 4, "acceptance_length": length,
-                    "acceptance_length_lo": length - 0.12, "acceptance_length_hi": length + 0.14,
-                }
-                for name, length in zip(DOMAINS, (1.41, 1.72, 1.66, 1.29, 1.6), strict=True)
-            ],
-            "positions": [0.371, 0.121, 0.046],
-            "looped": ["prose-003"],
+            "greedy": _acceptance(lengths, (0.371, 0.121, 0.046), ["prose-003"]),
+            "sampled": _acceptance([n - 0.1 for n in lengths], (0.298, 0.094, 0.039), []),
+        },
+    )
+    write_json(out / "speed.json", _speed())
+    criteria = [
+        {
+            "metric": "acceptance_length_lo", "measured": 1.462, "limit": 1.0, "met": True,
+            "says": "the lower 95% bound of its acceptance length is 1.462, above 1",
+        },
+        {
+            "metric": "speedup_1", "measured": 0.887, "limit": 1.0, "met": None,
+            "says": "speed was not judged: the engine emulated the checkpoint, or ran on a CPU",
+        },
+    ]  # fmt: skip
+    write_json(out / "ship.json", {"ships": True, "reasons": [], "criteria": criteria})
+    write_json(
+        out / "sampling.json",
+        {
+            "prompts": 10, "answers": 200, "tokens": 4, "p_value": 0.4172, "power": 0.97,
+            "shift": 0.1, "alpha": 0.001,
         },
     )  # fmt: skip
     (out / "plain.log").write_text("ready\n")
     (out / "speculative.log").write_text("ready\n")
+
+
+def _acceptance(
+    lengths: Sequence[float], rates: Sequence[float], looped: list[str]
+) -> dict[str, Any]:
+    return {
+        "prompts": 20 - len(looped),
+        "domains": [
+            {
+                "domain": name, "prompts": 4, "acceptance_length": length,
+                "acceptance_length_lo": length - 0.12, "acceptance_length_hi": length + 0.14,
+            }
+            for name, length in zip(DOMAINS, lengths, strict=True)
+        ],
+        "positions": [{"rate": r, "lo": r * 0.9, "hi": r * 1.1} for r in rates],
+        "looped": looped,
+    }  # fmt: skip
+
+
+def _speed() -> dict[str, Any]:
+    paces = {1: (11.2, 9.93), 4: (30.1, 25.4)}
+    return {
+        "rows": [
+            {
+                "concurrency": width,
+                "answers": 6 if width == 1 else 16,
+                "plain": {"tokens_per_s": plain, "seconds_per_token": width / plain},
+                "speculative": {"tokens_per_s": fast, "seconds_per_token": width / fast},
+                "speedup": fast / plain,
+                "expected": 1.234,
+            }
+            for width, (plain, fast) in paces.items()
+        ],
+        "acceptance_length": 1.538,
+        "drafted": 3,
+        "draft_bytes": 9_640_000,
+        "target_bytes": 116_500_000,
+    }
 
 
 _MAKERS: dict[str, Callable[[Path, random.Random], None]] = {

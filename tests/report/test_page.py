@@ -194,6 +194,69 @@ def test_text_with_every_kind_of_line_end(make_run: MakeRun) -> None:
     assert "one\u2028two⟨0085⟩three" in source
 
 
+def test_acceptance_and_speed_are_shown_for_both_kinds_of_answers(make_run: MakeRun) -> None:
+    run = make_run()
+    source, text = html(run), Page(html(run)).text
+    for words in (
+        "Ships : the lower 95% bound of its acceptance length is 1.462, above 1; speed was not",
+        "1.43 tokens per target step, 95% interval [1.36, 1.51]",
+        "permutation test p = 0.417",
+        "is 0.100 off in total variation fails this test (p < 0.00100) with probability 0.970",
+        "3 tokens drafted at 9.6 MB each and 116.5 MB read per token",
+        "11.2 → 9.93",
+        "0.887 1.23",
+        "1 greedy and 0 sampled ones with the speculator are left out",
+    ):
+        assert words in text
+    chart = r'aria-label="{}.*?</svg>'
+    domains = re.search(chart.format("Acceptance length in the engine by domain"), source)
+    positions = re.search(chart.format("Share of drafts accepted at each position"), source)
+    assert domains
+    assert positions
+    for chart_, labels in (
+        (domains[0], ("code", "code, sampled", "all", "all, sampled")),
+        (positions[0], ("token 1", "token 1, sampled", "token 3, sampled")),
+    ):
+        for label in labels:
+            assert f">{label}</text>" in chart_
+    assert domains[0].index(">chat, sampled<") < domains[0].index(">code<")
+
+
+def test_what_a_draft_learned_and_a_sweep_tried_are_shown(make_run: MakeRun) -> None:
+    run = make_run()
+    page = html(run)
+    assert "Estimated acceptance length by tokens trained on" in page
+    table = page[page.index("<h3>Sweep</h3>") :]
+    table = table[: table.index("</table>")]
+    assert '<th scope="col">window</th>' in table
+    assert '<th scope="col">layers</th>' not in table, "all drafts have the same"
+    assert table.index('class="chosen"') < table.index("all") < table.index("512")
+
+
+def test_a_speculator_that_stays_out_is_in_the_first_lines(make_run: MakeRun) -> None:
+    reason = "the lower 95% bound of its acceptance length is 1, not above 1"
+    decision = {"ships": False, "reasons": [reason], "criteria": []}
+    run = make_run(files={"smoke": {"ship.json": decision}})
+    text = Page(html(run)).text
+    assert f"The bundle ships without the speculator: {reason}." in text
+    assert f"Stays out : {reason}" in text
+    assert gather(run)["speculator"] == decision
+    assert "ships without" not in Page(html(make_run())).text
+
+
+def test_acceptance_without_any_healthy_answer(make_run: MakeRun) -> None:
+    nothing = {"prompts": 0, "domains": [], "positions": [], "looped": ["a"]}
+    acceptance = {"greedy": nothing, "sampled": nothing}
+    run = make_run(files={"smoke": {"acceptance.json": acceptance, "sampling.json": None}})
+    facts = gather(run)
+    for name in list(facts["metrics"]):
+        if name.startswith("acceptance_"):
+            del facts["metrics"][name]
+    source = page(facts, _files(run))
+    assert "not measured in the engine" in source
+    assert "permutation test" not in source
+
+
 CHOICE = ("ladder.json", "allocation.json", "distillation.json")
 
 

@@ -93,3 +93,21 @@ def test_no_file_of_the_report_holds_a_secret(
         text = file.read_text()
         assert secret not in text
         assert token not in text
+
+
+def test_the_users_own_traffic_stays_in_the_store(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    row = {"id": "p", "domain": "traffic", "text": "acme's order", "private": True}
+    run = make_run(
+        recipe={"data": {"traffic": {"/srv/acme/requests.jsonl": 1, "code": 1}}},
+        files={
+            "data": {"training_prompts.jsonl": [row], "evaluation_prompts.jsonl": [row]},
+            "features": {"samples.jsonl": [row]},
+        },
+    )
+    write_report(run, tmp_path / "report")
+    for file in (tmp_path / "report").iterdir():
+        assert "acme's order" not in file.read_text()
+        assert "/srv/acme" not in file.read_text()
+    assert '"requests.jsonl": 1' in (tmp_path / "report" / "report.json").read_text()
