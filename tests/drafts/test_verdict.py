@@ -1,0 +1,55 @@
+"""Golden numbers of the verdict on drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.drafts.verdict import difference, length, shortfalls
+
+
+def row(*histogram: int, domain: str = "code", looped: bool = False) -> dict[str, Any]:
+    return {"id": "p", "domain": domain, "looped": looped, "histogram": list(histogram)}
+
+
+def test_length_by_hand() -> None:
+    """Ten drafts accepted 0*4 + 1*3 + 2*2 + 3*1 = 10 tokens: a length of 2."""
+    found, lo, hi = length([row(4, 3, 2, 1)] * 5)
+    assert (found, lo, hi) == (2, 2, 2)
+    assert length([row(4, 3, 2, 1), row(0, 0, 0, 99, looped=True)])[0] == 2
+    assert length([row(0, 0, 0, 0)]) == (1, 1, 1)
+
+
+def test_difference_leaves_out_what_loops_with_either() -> None:
+    first = [row(0, 1, 0, 0), row(0, 0, 0, 1), row(0, 1, 0, 0)]
+    second = [row(1, 0, 0, 0), row(1, 0, 0, 0, looped=True), row(1, 0, 0, 0)]
+    assert difference(first, second) == (1, 1, 1)
+
+
+def results(**changes: Any) -> dict[str, Any]:
+    good = [row(1, 1, 1, 1), row(1, 1, 1, 1, domain="math")]  # 2.5
+    drafts = {
+        "long": {"prompts": good, "seconds": 1000.0},
+        "ours": {"prompts": good, "tokens_per_s": 160.0},
+        "peer": {"prompts": good, "tokens_per_s": 100.0},
+    }
+    return {"drafts": {**drafts, **changes}}
+
+
+def test_all_holds() -> None:
+    assert shortfalls(results()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"long": {"prompts": [row(1, 1, 0, 0)], "seconds": 1000.0}}, "on code is 1.500"),
+        ({"long": {"prompts": [row(1, 1, 1, 1)], "seconds": 1600.0}}, "took 26.7 minutes"),
+        ({"peer": {"failed": "no"}}, "no result of the peer"),
+        ({"peer": {"prompts": [row(0, 0, 0, 1)] * 2, "tokens_per_s": 1.0}}, "acceptance is -1.500"),
+        ({"ours": {"prompts": [row(1, 1, 1, 1)] * 2, "tokens_per_s": 140.0}}, "1.40 times"),
+    ],
+)
+def test_what_falls_short_is_said(changes: dict[str, Any], said: str) -> None:
+    assert any(said in one for one in shortfalls(results(**changes)))
