@@ -78,7 +78,7 @@ def measure(maker: Maker) -> sensitivity.Sensitivities:
             sensitivity.units_of(maker.groups, experts and experts["per_token"]),
             document_batches(maker.calibration[: budget.documents], maker.params.batch_size),
             maker.ranges.second_moment,
-            maker.ranges.input_scale if maker.params.activations == "nvfp4" else None,
+            lambda module, format: maker.input_scale(module, {module: format}),
             maker.job.scratch,
             seed=budget.seed,
             progress=lambda done, total: maker.job.progress("sensitivity", done, total, "layers"),

@@ -33,6 +33,7 @@ from onboard.quantize.layers import save_whole
 from onboard.quantize.views import Views
 
 LOWER = ("nvfp4", "fp8")  # formats that change a weight
+InputScale = Callable[[str, str], Tensor | None]  # of a module in a format; None: inputs stay
 
 
 @dataclass
@@ -62,14 +63,14 @@ class Effects:
         groups: Sequence[Group],
         units: Sequence[Unit],
         second_moment: Callable[[Matrix], Tensor],
-        input_scale: Callable[[str], Tensor] | None,
+        input_scale: InputScale,
     ) -> None:
         self.runner, self.groups, self.units = runner, groups, units
         self.second_moment = second_moment
         self.places = taps.points(runner.skeleton, [m for group in groups for m in group])
         self.point = {m.module: point for point, held in self.places.items() for m in held}
         self.view = Views.of(runner)
-        self.quantizers = {} if input_scale is None else _quantizers(self.places, input_scale)
+        self.quantizers = {f: _quantizer(self.places, f, input_scale) for f in LOWER}
         self.quantize: InputQuantizer | None = None
         self.active: frozenset[Point] = frozenset()  # whose inputs are quantized
 
@@ -97,9 +98,7 @@ class Effects:
         }
         if kept:
             _restore(kept, found, tapes)
-        handles = []
-        if self.quantizers:
-            handles = taps.attach(skeleton.model, self.places, self._see)
+        handles = taps.attach(skeleton.model, self.places, self._see)
         while tapes[0].calls:
             layer = tapes[0].calls[-1].layer
             if self.runner.resident:
@@ -286,13 +285,13 @@ class Effects:
         return path.rpartition(".")[0] if isinstance(module, nn.ModuleList) else path
 
 
-def _quantizers(
-    places: Mapping[Point, Sequence[Matrix]], input_scale: Callable[[str], Tensor]
-) -> dict[str, InputQuantizer]:
-    """Return by format what quantizes inputs; E4M3's range is that of NVFP4."""
-    scales = {point: input_scale(held[0].module) for point, held in places.items()}
-    wide = {point: scale * nvfp4.E2M1_MAX for point, scale in scales.items()}
-    return {"nvfp4": InputQuantizer(scales), "fp8": InputQuantizer(wide, frozenset(wide))}
+def _quantizer(
+    places: Mapping[Point, Sequence[Matrix]], format: str, input_scale: InputScale
+) -> InputQuantizer:
+    """Return what quantizes inputs as an engine does those of matrices in a format."""
+    found = {point: input_scale(held[0].module, format) for point, held in places.items()}
+    scales = {point: scale for point, scale in found.items() if scale is not None}
+    return InputQuantizer(scales, scales if format == "fp8" else ())
 
 
 def _signed(head: Head, hidden: Tensor, draws: int, random: torch.Generator) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from onboard.checkpoint.matrices import EXPERT, Group, Matrix
 from onboard.checkpoint.models import Runner
 from onboard.quantize.allocation import Unit
-from onboard.quantize.effects import LOWER, Effects
+from onboard.quantize.effects import LOWER, Effects, InputScale
 
 WINDOW = 8  # tokens whose effects are summed before they are squared
 
@@ -97,7 +97,7 @@ def measure(
     units: Sequence[Unit],
     batches: Sequence[Tensor],
     second_moment: Callable[[Matrix], Tensor],
-    input_scale: Callable[[str], Tensor] | None,
+    input_scale: InputScale,
     scratch: Path,
     draws: int = 2,
     seed: int = 0,
@@ -105,8 +105,8 @@ def measure(
 ) -> Sensitivities:
     """Estimate the KL of rounding each unit alone; `batches` are ids [documents, tokens].
 
-    Weights are rounded by the weighted sweep, or to E4M3. `input_scale` gives a module's NVFP4
-    `input_scale`: inputs are then quantized too, as an engine will, in the unit's format.
+    Weights are rounded by the weighted sweep, or to E4M3. Inputs are quantized as an engine will
+    in the unit's format, with the `input_scale` of a module in it, or not where that is None.
     `scratch` keeps the finished layers of a run that was killed.
     """
     effects = Effects(runner, groups, units, second_moment, input_scale).measure(

@@ -30,7 +30,7 @@ from tests.quality.plot import draw
 CORES = len(os.sched_getaffinity(0))
 WEIGHTS = {"activations": "none"}
 QUICK = {"swaps": 0, "documents": 6}  # joint KLs would take longer than the whole choice
-DISTILLATION = {"epochs": 50, "minutes": 12}
+DISTILLATION = {"epochs": 50, "minutes": 6}
 WEIGHT_ONLY = ("modelopt/w4a16", "modelopt/awq_lite", "modelopt/local_hessian", "modelopt/gptq",
                "llmcompressor/*", "autoround/iters-0")  # fmt: skip
 
@@ -74,9 +74,13 @@ class Model:
             self._reference = Reference(self.shop.model, self.shop.ids("evaluation"))
         return self._reference
 
-    def measured(self, weights: Path, scales: Mapping[str, float] | None) -> dict[str, Any]:
-        found = self.reference.measure(Candidate(weights, scales))
-        return {"kl": found.kl, "accuracy": found.accuracy}
+    def measured(self, candidate: Candidate) -> dict[str, Any]:
+        """Return what an engine computes, and the KL of the weights alone where that differs."""
+        found = self.reference.measure(candidate)
+        row = {"kl": found.kl, "accuracy": found.accuracy}
+        if candidate.input_scales:
+            row["weights_kl"] = self.reference.measure(Candidate(candidate.weights)).kl
+        return row
 
     def ours(self, name: str, method: str, beside: str | None = None, **params: Any) -> None:
         """Add a point of ours, unless it is there."""
@@ -84,8 +88,7 @@ class Model:
         if self.bench.has(self.name, title):
             return
         point = self.shop.make(name, method, beside, **params)
-        scales = point.input_scales if params.get("activations") != "none" else None
-        self.bench.keep(self.name, title, _row(point) | self.measured(point.weights, scales))
+        self.bench.keep(self.name, title, _row(point) | self.measured(point.candidate))
 
     def peers(self, patterns: Sequence[str], group: str, at_once: int = 1) -> None:
         """Add the points of peers, unless they are there; those run at once share the cores."""
@@ -106,7 +109,7 @@ class Model:
             if outcome.weights is None:
                 row["failed"] = outcome.meta["failed"]
             else:
-                row |= self.measured(outcome.weights, outcome.input_scales)
+                row |= self.measured(Candidate(outcome.weights, outcome.input_scales, outcome.fp8))
                 outcome.weights.unlink()
             self.bench.keep(self.name, peer.name, row)
 
@@ -182,9 +185,9 @@ def mixture(bench: Bench) -> None:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Return the points of all models, a line each."""
+    """Return the points of all models, a line each; `weights` is the KL with inputs left alone."""
     lines = [f"{'model':11} {'point':34} {'KL':>7} {'95% interval':>17} {'bits':>6} "
-             f"{'seconds':>8} {'select':>7}"]  # fmt: skip
+             f"{'seconds':>8} {'select':>7} {'weights':>7}"]  # fmt: skip
     for model, points in results["models"].items():
         weights = points["ours/rtn-w4a16"]["bytes"] / BITS["nvfp4"]
         for name, point in sorted(points.items(), key=lambda kv: kv[1].get("group", "")):
@@ -195,8 +198,9 @@ def table(results: Mapping[str, Any]) -> str:
             chosen = point["select_seconds"]
             select = "" if chosen is None else f"{chosen:.0f}"
             bits, seconds = point["bytes"] / weights, point["seconds"]
+            alone = f"{np.mean(point['weights_kl']):.4f}" if "weights_kl" in point else ""
             lines.append(f"{model:11} {name:34} {mean:7.4f} [{lo:.4f}, {hi:.4f}] "
-                         f"{bits:6.2f} {seconds:8.0f} {select:>7}")  # fmt: skip
+                         f"{bits:6.2f} {seconds:8.0f} {select:>7} {alone:>7}")  # fmt: skip
     return "\n".join(lines)
 
 

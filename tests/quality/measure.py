@@ -1,6 +1,6 @@
 """KL divergence of candidate weights from a reference model, document by document.
 
-    divergences(reference, {"rtn": Path("weights.safetensors")}, ids)
+    Reference(folder, ids).measure(Candidate(Path("weights.safetensors"))).kl
 
 The reference is loaded once, in f32, and its last hidden states are kept instead of its log
 probabilities (2.3 KB a token instead of 197 for SmolLM2); a candidate's tensors replace the
@@ -10,9 +10,10 @@ model's in place and the source's come back after it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,32 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from onboard.checkpoint.nvfp4 import quantize_dequantize
+from onboard.checkpoint import fp8, nvfp4
 
+Quantizer = Callable[[Tensor], Tensor]
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Weights by parameter name in a safetensors file; `input_scales` by module make it W4A4."""
+    """Weights by parameter name in a safetensors file, and what inputs are quantized with.
+
+    `input_scales` are those of the modules whose inputs an engine quantizes: of all in W4A4, of the
+    FP8 ones, which `fp8` names, otherwise.
+    """
 
     weights: Path
-    input_scales: Mapping[str, float] | None = None
+    input_scales: Mapping[str, float] = field(default_factory=dict)
+    fp8: frozenset[str] = frozenset()
+
+    @property
+    def quantizers(self) -> dict[str, Quantizer]:
+        """Return what quantizes and dequantizes the inputs of each of those modules."""
+        made = {}
+        for module, scale in self.input_scales.items():
+            form = fp8 if module in self.fp8 else nvfp4
+            made[module] = partial(form.quantize_dequantize, input_scale=torch.tensor(scale))
+        return made
 
 
 @dataclass(frozen=True)
@@ -96,15 +112,15 @@ class Reference:
                 self.slot(name).copy_(value)
 
     @contextmanager
-    def quantized_inputs(self, scales: Mapping[str, float]) -> Iterator[None]:
-        """Quantize the inputs of these linears to NVFP4 and back, as a W4A4 engine does."""
+    def quantized_inputs(self, quantizers: Mapping[str, Quantizer]) -> Iterator[None]:
+        """Quantize the inputs of these modules, and dequantize them, as an engine does."""
 
-        def hook(scale: Tensor) -> Any:
-            return lambda module, args: (quantize_dequantize(args[0], scale), *args[1:])
+        def hook(quantizer: Quantizer) -> Any:
+            return lambda module, args: (quantizer(args[0]), *args[1:])
 
         modules = dict(self.model.named_modules())
-        handles = [modules[n].register_forward_pre_hook(hook(torch.tensor(s)))
-                   for n, s in scales.items()]  # fmt: skip
+        handles = [modules[name].register_forward_pre_hook(hook(quantizer))
+                   for name, quantizer in quantizers.items()]  # fmt: skip
         try:
             yield
         finally:
@@ -116,7 +132,7 @@ class Reference:
         with (
             torch.inference_mode(),
             self.swapped(candidate.weights),
-            self.quantized_inputs(candidate.input_scales or {}),
+            self.quantized_inputs(candidate.quantizers),
         ):
             rows = [self._compare(*pair) for pair in zip(self.ids, self.hidden, strict=True)]
         return Measured([kl for kl, _ in rows], [accuracy for _, accuracy in rows])
@@ -128,18 +144,3 @@ class Reference:
         ).sum(-1)
         right = candidate[:-1].argmax(-1) == row[0, 1:]
         return float(per_token.mean()), float(right.float().mean())
-
-
-def divergences(
-    reference: Path,
-    candidates: Mapping[str, Path | Candidate],
-    ids: Sequence[Sequence[int]],
-) -> dict[str, list[float]]:
-    """Return {name: [KL per document]} of every candidate against the model of `reference`.
-
-    KL is over the full vocabulary in f32, per token, averaged within a document, in nats.
-    """
-    against = Reference(reference, ids)
-    as_candidates = {n: c if isinstance(c, Candidate) else Candidate(c)
-                     for n, c in candidates.items()}  # fmt: skip
-    return {name: against.measure(candidate).kl for name, candidate in as_candidates.items()}

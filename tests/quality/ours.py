@@ -19,6 +19,7 @@ from onboard.quantize import budget, calibrate, written
 from onboard.quantize.making import Maker
 from onboard.recipe import Adapt, Calibrate, Quantize, Recipe, resolve
 from tests.conftest import Bench, commit
+from tests.quality.measure import Candidate
 
 DOCUMENTS = {
     "calibration_documents": 64,
@@ -32,14 +33,13 @@ DOCUMENTS = {
 
 @dataclass(frozen=True)
 class Point:
-    """A checkpoint: where its weights lie dequantized, its size, and what it took to make."""
+    """A checkpoint as it is measured, its size, and what it took to make."""
 
-    weights: Path
+    candidate: Candidate
     seconds: float
     select_seconds: float | None
     bytes: int
     nvfp4_share: float
-    input_scales: Mapping[str, float] | None
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,16 @@ class Workshop:
             for matrix in group
         }
         norms = {n: reader.weight(n).float() for n in reader.weights if "norm" in n}  # of qad
-        save_file({**weights, **norms}, self.folder / f"{name}.safetensors")
+        path = self.folder / f"{name}.safetensors"
+        save_file({**weights, **norms}, path)
+        scales = {module: float(scale) for module, scale in reader.input_scales().items()}
+        in_fp8 = frozenset(module for module, format in formats.items() if format == "fp8")
         return Point(
-            self.folder / f"{name}.safetensors",
+            Candidate(path, scales, in_fp8),
             seconds,
             selection,
             round(found["effective_bits"] * parameters / 8),
             found["weights_nvfp4_share"],
-            {n: float(s) for n, s in reader.input_scales().items()} or None,
         )
 
     def _sensitivities(self, maker: Maker) -> float:

@@ -160,7 +160,7 @@ def autoquantize(task: Task, model: Any) -> Any:
                 "effective_bits": float(bits),
                 "cost": {"excluded_module_name_patterns": KEPT},
             },
-            quantization_formats=[mtq.W4A16_NVFP4_CFG, weight_only(mtq.FP8_DEFAULT_CFG)],
+            quantization_formats=[mtq.W4A16_NVFP4_CFG, mtq.FP8_DEFAULT_CFG],
             data_loader=batches,
             forward_step=logits,
             loss_func=None if kl_div else next_token_loss,

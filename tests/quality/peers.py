@@ -72,9 +72,14 @@ class Outcome:
         return float(self.meta.get("nvfp4_share", 0.0))
 
     @property
-    def input_scales(self) -> Mapping[str, float] | None:
-        """The input scale of every linear by module in W4A4; None where weights only."""
-        return self.meta.get("input_scales") or None
+    def input_scales(self) -> Mapping[str, float]:
+        """The input scale of each module whose inputs an engine quantizes."""
+        return dict(self.meta.get("input_scales", {}))
+
+    @property
+    def fp8(self) -> frozenset[str]:
+        """The modules that are FP8."""
+        return frozenset(m for m, f in self.meta.get("formats", {}).items() if f == "fp8")
 
 
 def autoquantize(method: str, bits: int, timeout: float) -> Peer:

@@ -28,7 +28,7 @@ class Written:
     tensor whose values differ from the source's (AWQ moves scales into norms). `formats` names
     each linear `nvfp4`, `fp8` or `bf16`; `bytes` counts all linears with their scales, an
     unquantized one at the source's own width, and `nvfp4_share` is that of their weights which are
-    NVFP4. `input_scales` are those of W4A4.
+    NVFP4. `input_scales` are of the modules whose inputs an engine quantizes.
     """
 
     weights: dict[str, Tensor]
@@ -100,8 +100,8 @@ def _input_scale(part: dict[str, Tensor]) -> float | None:
 def read(folder: Path, source: Path) -> Written:
     """Return what the peer wrote to `folder`, quantized from `source`.
 
-    Raises ValueError where a linear of the source is missing, or where a W4A4 linear scales its
-    inputs first, which `input_scales` cannot say.
+    Raises ValueError where a linear of the source is missing, or where one scales its inputs before
+    it quantizes them, which `input_scales` cannot say.
     """
     ours, theirs = tensors(source), tensors(folder)
     weights: dict[str, Tensor] = {}
@@ -123,7 +123,7 @@ def read(folder: Path, source: Path) -> Written:
         if not plain or not torch.equal(value, original.float()):
             weights[f"{module}.weight"] = value
         scale = _input_scale(part)
-        if scale is not None and formats[module] == "nvfp4":
+        if scale is not None and not plain:
             if "pre_quant_scale" in part:
                 raise ValueError(f"{module} scales its inputs before quantizing them")
             input_scales[module] = scale

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from onboard import adapt, source, twins
-from onboard.checkpoint import nvfp4, taps
+from onboard.checkpoint import fp8, nvfp4, taps
 from onboard.checkpoint.matrices import Group, Matrix, scale_groups
 from onboard.checkpoint.models import Runner, open_reference
 from onboard.checkpoint.skeleton import decoder_of
 from onboard.evals.kl import Head, kl_divergence
 from onboard.quantize import effects, sensitivity
 from onboard.quantize.allocation import Unit
-from onboard.quantize.effects import LOWER, Effects, _signed
+from onboard.quantize.effects import LOWER, Effects, InputScale, _signed
 from onboard.quantize.sensitivity import Sensitivities, measure, units_of
 from onboard.recipe import Adapt, Source
 from tests.families import config_of
@@ -35,8 +35,17 @@ def moment(matrix: Matrix) -> Tensor:
     return torch.ones(matrix.shape[1])
 
 
-def scale(module: str) -> Tensor:
-    return nvfp4.tensor_scale(torch.tensor(4.0))
+def scale(module: str, format: str) -> Tensor:
+    return {"nvfp4": nvfp4, "fp8": fp8}[format].tensor_scale(torch.tensor(4.0))
+
+
+def weights_only(module: str, format: str) -> Tensor | None:
+    """Engines quantize the inputs of FP8 matrices, always."""
+    return scale(module, format) if format == "fp8" else None
+
+
+def exact(module: str, format: str) -> Tensor | None:
+    return None
 
 
 def ids(count: int = 8, length: int = 24) -> list[Tensor]:
@@ -47,18 +56,16 @@ def sensitivities(
     root: Path, groups: list[Group], folder: Path, resident: bool = True, **changes: Any
 ) -> Sensitivities:
     runner = open_reference(root, torch.float32, resident=resident)
-    settings = {"input_scale": None, "scratch": folder, **changes}
+    settings = {"input_scale": exact, "scratch": folder, **changes}
     return measure(runner, groups, units_of(groups), ids(), moment, **settings)
 
 
-def true_kl(root: Path, groups: list[Group], format: str, quantized: bool) -> Tensor:
+def true_kl(root: Path, groups: list[Group], format: str, input_scale: InputScale) -> Tensor:
     """Return each unit's own KL, f64 [U], from whole forward passes."""
     runner: Runner = open_reference(root, torch.float32, resident=True)
     units = units_of(groups)
-    input_scale = scale if quantized else None
     work = Effects(runner, groups, units, moment, input_scale)
-    if quantized:
-        taps.attach(runner.skeleton.model, work.places, work._see)
+    taps.attach(runner.skeleton.model, work.places, work._see)
 
     def logits() -> Tensor:
         with torch.no_grad():
@@ -77,18 +84,20 @@ def rank_correlation(a: Tensor, b: Tensor) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["weights", "activations too"])
+@pytest.mark.parametrize("input_scale", [weights_only, scale], ids=["W4A16", "W4A4"])
 @pytest.mark.parametrize("twin", ["llama_twin", "qwen3_moe_twin"])
 def test_estimates_agree_with_single_units(
-    request: pytest.FixtureRequest, bench: Any, tmp_path: Path, twin: str, quantized: bool
+    request: pytest.FixtureRequest,
+    bench: Any,
+    tmp_path: Path,
+    twin: str,
+    input_scale: InputScale,
 ) -> None:
     root: Path = request.getfixturevalue(twin)
     groups = scale_groups(adaptation(bench, root))
-    found = sensitivities(
-        root, groups, tmp_path, draws=16, input_scale=scale if quantized else None
-    )
+    found = sensitivities(root, groups, tmp_path, draws=16, input_scale=input_scale)
     for format in LOWER:
-        truth = true_kl(root, groups, format, quantized)
+        truth = true_kl(root, groups, format, input_scale)
         ratio = found.kl[format] / truth
         assert rank_correlation(found.kl[format], truth) > 0.8
         assert 0.5 < float(ratio.log().mean().exp()) < 1.5
@@ -110,7 +119,7 @@ def test_the_way_back_is_that_of_autograd(bench: Any, tmp_path: Path, case: str)
     groups = scale_groups(adaptation(bench, root))
     units, batch = units_of(groups), ids(4)[0]
     runner = open_reference(root, torch.float32, resident=False)
-    work = Effects(runner, groups, units, moment, None)
+    work = Effects(runner, groups, units, moment, exact)
     found = work.measure([batch], 1, 5, tmp_path / "state", lambda done, total: None)
     for format in LOWER:
         sums = found[format][0][0].sum((0, 1))
@@ -125,7 +134,7 @@ def test_the_way_back_is_that_of_autograd(bench: Any, tmp_path: Path, case: str)
 def whole_backward(root: Path, groups: list[Group], batch: Tensor, format: str) -> Tensor:
     runner = open_reference(root, torch.float32, resident=True)
     units = units_of(groups)
-    work = Effects(runner, groups, units, moment, None)
+    work = Effects(runner, groups, units, moment, exact)
     model, named = runner.model, dict(runner.skeleton.model.named_parameters())
     head = Head.of(model, model.get_output_embeddings().weight.shape[0])
     own = {work.point[m].parameter for unit in units for m in unit.modules}
