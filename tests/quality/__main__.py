@@ -136,9 +136,8 @@ def smollm2(bench: Bench) -> Model:
     model.peers(("modelopt/w4a4",), "W4A4 peer")
     model.peers(WEIGHT_ONLY, "weight-only peer", at_once=2)
     model.peers(("modelopt/autoquantize-*",), "allocating peer")
-    model.ours("bits-6.2", "sequential", budget={"bits": 6.2, **QUICK}, **WEIGHTS)
     points = bench.results["models"]["smollm2"]
-    for bits in verdict.BITS:
+    for bits in verdict.BUDGETS:
         names = [f"modelopt/autoquantize-{method}-{bits}" for method in verdict.SELECTORS]
         sizes = [points[name]["bytes"] for name in names if "kl" in points[name]]
         if sizes:  # one checkpoint of ours stands against both, at the bytes of the smaller

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onboard.evals.bootstrap import document_bootstrap
+from onboard.quantize.allocation import BITS
 
 RESAMPLES = 4000
-BITS = (5, 6, 8)
+BUDGETS = (5, 6, 8)  # bits of AutoQuantize's allocations
 SELECTORS = ("gradient", "kl_div")
 
 Results = Mapping[str, Mapping[str, Any]]  # point by name: kl, bytes, seconds, ...
@@ -84,7 +85,7 @@ def _weights_and_activations(points: Results) -> Iterator[str]:
 def _allocation(points: Results) -> Iterator[str]:
     """At AutoQuantize's bytes at most 0.4 of its KL; its 8-bit KL at 6.2 bits; a third the time."""
     for method in SELECTORS:
-        for bits in BITS:
+        for bits in BUDGETS:
             peer, ours = f"modelopt/autoquantize-{method}-{bits}", f"ours/bytes-{bits}"
             if missing := _missing(points, peer, ours):
                 yield from missing
@@ -101,18 +102,22 @@ def _allocation(points: Results) -> Iterator[str]:
                     f"{peer} in {theirs['select_seconds']:.0f}: at most a third"
                 )
         peer = f"modelopt/autoquantize-{method}-8"
-        if missing := _missing(points, peer, "ours/bits-6.2"):
+        if missing := _missing(points, peer, "ours/bytes-6", "ours/rtn-w4a16"):
             yield from missing
             continue
-        theirs, mine = points[peer], points["ours/bits-6.2"]
-        if np.mean(mine["kl"]) > np.mean(theirs["kl"]):
+        theirs, mine = points[peer], points["ours/bytes-6"]
+        bits = mine["bytes"] / points["ours/rtn-w4a16"]["bytes"] * BITS["nvfp4"]
+        if bits > 6.2 or np.mean(mine["kl"]) > np.mean(theirs["kl"]):
             yield (
-                f"at 6.2 bits KL is {np.mean(mine['kl']):.4f}; {peer} has "
-                f"{np.mean(theirs['kl']):.4f}"
+                f"at {bits:.1f} bits KL is {np.mean(mine['kl']):.4f}; {peer} has "
+                f"{np.mean(theirs['kl']):.4f}, to be reached at 6.2"
             )
         gain = mine["nvfp4_share"] - theirs["nvfp4_share"]
         if gain < 0.2:
-            yield f"at 6.2 bits {100 * gain:.0f} points more of the weights are NVFP4 than {peer}'s"
+            yield (
+                f"at {bits:.1f} bits {100 * gain:.0f} points more of the weights are NVFP4 "
+                f"than {peer}'s, at least 20"
+            )
 
 
 def _distillation(points: Results, code: Sequence[int]) -> Iterator[str]:
