@@ -128,7 +128,9 @@ def plan(facts: Facts) -> str:
          + (f" + {size(out['mtp_bytes'])} MTP" if out["mtp_bytes"] else "")
          + f", from {size(out['source_bytes'])}; {out['bits_per_parameter']:.2f} bits a parameter "
          f"({size(out['if_all_were_nvfp4'])} if all were NVFP4)"),
-        ("features", f"{size(features['bytes'])}: {features['bytes_per_token']:,} bytes for each "
+        ("features", f"of {features['tokens']:,} tokens, taken while training"
+         if features["storage"] == "online" else
+         f"{size(features['bytes'])}: {features['bytes_per_token']:,} bytes for each "
          f"of {features['tokens']:,} tokens, in {features['storage'].upper()}"),
         ("KV cache", f"{facts['kv_cache']['bytes_per_token']:,} bytes per token; budget "
          f"{size(facts['kv_cache']['budget_bytes'])}"),

@@ -22,7 +22,7 @@ from onboard.lookup import Found
 from onboard.modelconfig import parse_config
 from onboard.recipe import Recipe, Smoke
 from onboard.source import kind_of
-from onboard.speculators.disk import STATES, bytes_per_token
+from onboard.speculators.disk import STATES, bytes_per_token, chosen
 
 Facts = dict[str, Any]
 
@@ -210,7 +210,8 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
     state = hidden * BF16
     is_hub = kind_of(recipe.source.model) == "hub"
     forward = 2 * held.active  # FLOPs per token
-    features = bytes_per_token(hidden, answered.storage) * kept_tokens
+    storage = chosen(answered.storage, hidden, kept_tokens, answered.gigabytes)
+    features = bytes_per_token(hidden, storage) * kept_tokens
     head = head_parameters(hidden, recipe.speculate.draft_vocab_size)
     trained = 6 * head * kept_tokens * recipe.speculate.epochs * recipe.speculate.ttt_steps
     steps = math.ceil(data.training_prompts / answered.batch_size) * answered.max_new_tokens
@@ -218,6 +219,10 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
     in_flight = answered.batch_size * data.tokens_per_prompt
     if answered.answers:
         in_flight = (1 + STATES) * min(answered.prefill_tokens, kept_tokens)
+    buffer = 0.0
+    if storage == "online":  # every epoch runs the target again
+        trained += forward * kept_tokens * recipe.speculate.epochs
+        buffer = layer + (1 + STATES) * min(recipe.speculate.buffer_tokens, kept_tokens) * state
 
     def work(stage: str, memory: float = 0, disk: float = 0, **rest: float) -> Work:
         reads = reads_of(stage, recipe)
@@ -249,7 +254,7 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
             flops=forward * kept_tokens,
             decode_bytes=steps * per_step,
         ),
-        work("speculate", 16 * head, head * BF16, flops=trained),
+        work("speculate", 16 * head + buffer, head * BF16, flops=trained),
         work("smoke", candidate + cache_budget(recipe, step.cache_bytes_per_token)),
     ]
 
@@ -328,8 +333,9 @@ def head_parameters(hidden_size: int, draft_vocab_size: int) -> int:
 
 
 def _features(held: Inventory, recipe: Recipe) -> Facts:
-    tokens, storage = feature_tokens(recipe), recipe.features.storage
-    each = bytes_per_token(held.config.hidden_size, storage)
+    tokens, width = feature_tokens(recipe), held.config.hidden_size
+    storage = chosen(recipe.features.storage, width, tokens, recipe.features.gigabytes)
+    each = bytes_per_token(width, storage)
     return {
         "bytes_per_token": each,
         "storage": storage,

@@ -268,7 +268,10 @@ class Features(Section):
     batch_size: int = Field(32, ge=1)  # prompts answered at once
     # Tokens of a server's answers whose states are taken in one reading of the target.
     prefill_tokens: int = Field(2**18, ge=1)
-    storage: Literal["bf16", "fp8"] = "bf16"  # fp8: E4M3 with a scale per hidden state
+    # fp8: E4M3 with a scale per hidden state; online: none is stored, training runs the target;
+    # auto: bf16 up to so many gigabytes, online above.
+    storage: Literal["auto", "bf16", "fp8", "online"] = "auto"
+    gigabytes: float = Field(500.0, gt=0)
     gates: FeaturesGates = FeaturesGates()
 
 
@@ -319,6 +322,8 @@ class Speculate(Section):
     final_rate: float = Field(0.05, ge=0, le=1)  # share of the learning rate at the end
     warmup_steps: int = Field(30, ge=0)
     checkpoint_steps: int = Field(25, ge=1)
+    # Tokens whose states are held at once where features are stored nowhere.
+    buffer_tokens: int = Field(2**16, ge=1)
     looks: int = Field(10, ge=1)  # estimates of the acceptance length while training
     seed: int = 0
     gates: SpeculateGates = SpeculateGates()

@@ -62,8 +62,8 @@ STAGES = (
     Stage(
         "speculate",
         "onboard.speculators.stage:run",
-        (WEIGHTS, "quantize", "features"),
-        packages=("torch", "accelerate"),
+        (WEIGHTS, "adapt", "quantize", "features"),
+        packages=(*TORCH, "accelerate"),
         costly=True,
     ),
     Stage(

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ def run(job: Job[Features]) -> None:
     prompts = sorted(
         job.inputs["data"].lines("training_prompts.jsonl"), key=lambda p: (len(p["ids"]), p["id"])
     )
+    job = _with_storage(job, source, prompts)
     _check_disk(job, source, prompts)
     runner = _target(job, source)
     target_head = head.of_model(runner.model)
@@ -73,6 +74,15 @@ def run(job: Job[Features]) -> None:
     )
     checked = [prompts[i]["ids"] for i in (0, len(prompts) // 2, -1)]  # short, middling, long
     write_json(job.out / "metrics.json", _metrics(job, runner, records, checked))
+
+
+def _with_storage(job: Job[Features], source: Path, prompts: Sequence[Row]) -> Job[Features]:
+    """Return the job with `auto` decided by what the states of all answers may take."""
+    params = job.params
+    tokens = sum(len(p["ids"]) for p in prompts) + len(prompts) * params.max_new_tokens
+    width = read_config(source).hidden_size
+    storage = disk.chosen(params.storage, width, tokens, params.gigabytes)
+    return replace(job, params=params.model_copy(update={"storage": storage}))
 
 
 def _check_disk(job: Job[Features], source: Path, prompts: Sequence[Row]) -> None:
@@ -387,9 +397,9 @@ def _metrics(
         "batch_invariance_error": 0.0
         if job.params.answers
         else batch_invariance_error(runner, prompts),
-        "stored_state_error": state_error(
-            runner, [place.read() for place in _probes(job.out, records)]
-        ),
+        "stored_state_error": 0.0
+        if job.params.storage == "online"
+        else state_error(runner, [place.read() for place in _probes(job.out, records)]),
         **served_metrics,
     }
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from accelerate import PartialState
 from onboard.errors import EnvironmentFault
 from onboard.hardware import device_kind
 from onboard.recipe import Draft, Speculate
-from onboard.speculators import export
+from onboard.speculators import export, online
 from onboard.speculators.acceptance import replay
 from onboard.speculators.eagle3 import Eagle3
 from onboard.speculators.head import Head
+from onboard.speculators.online import Target
 from onboard.speculators.shape import DraftConfig
-from onboard.speculators.shards import places, split
-from onboard.speculators.training import train
+from onboard.speculators.shards import places, split, stored
+from onboard.speculators.training import Feed, train
 from onboard.speculators.vocabulary import Vocabulary, count, coverage
 from onboard.store import write_json
 
@@ -43,6 +45,8 @@ Progress = Callable[[int, int], None]
 class Work:
     """A draft to train: `features` is a folder, `target` a `config.json`; `folder` gets it all.
 
+    `model` is what states are taken from where the features hold none.
+
     The folder holds the state of a training that was cut short, and when it is done an export per
     engine, `training.jsonl` and, last, `metrics.json`.
     """
@@ -52,6 +56,7 @@ class Work:
     params: Speculate
     shape: Draft
     folder: Path
+    model: Target | None = None
 
     @property
     def is_done(self) -> bool:
@@ -67,7 +72,11 @@ class Work:
         file = self.folder / "work.json"
         paths = {name: str(getattr(self, name)) for name in ("features", "target", "folder")}
         sections = {name: getattr(self, name).model_dump() for name in ("params", "shape")}
-        write_json(file, paths | sections)
+        model = None
+        if self.model is not None:
+            own = self.model
+            model = {"root": str(own.root), "adaptation": own.adaptation and str(own.adaptation)}
+        write_json(file, {**paths, **sections, "model": model})
         return file
 
     @classmethod
@@ -75,7 +84,11 @@ class Work:
         found = json.loads(file.read_text())
         features, target, folder = (Path(found[n]) for n in ("features", "target", "folder"))
         params, shape = Speculate(**found["params"]), Draft(**found["shape"])
-        return cls(features, target, params, shape, folder)
+        model = None
+        if given := found["model"]:
+            adaptation = given["adaptation"] and Path(given["adaptation"])
+            model = Target(Path(given["root"]), adaptation)
+        return cls(features, target, params, shape, folder, model)
 
 
 def fit(work: Work, progress: Progress) -> None:
@@ -101,7 +114,14 @@ def fit_here(work: Work, progress: Progress) -> None:
     config = DraftConfig.of_target(target, params.draft_vocab_size, work.shape)
     vocabulary = Vocabulary.most_frequent(counts, config.draft_vocab_size)
     draft = Eagle3.initial(config, head, vocabulary, params.seed)
-    log = train(draft, head, vocabulary, trained, held_out, params, work.folder, progress)
+    feed: Feed = stored
+    if index["storage"] == "online":
+        assert work.model is not None
+        runner, tokens = work.model.open(), params.buffer_tokens
+        feed = partial(online.feed, runner, tokens=tokens)
+        with PartialState().main_process_first():
+            held_out = online.store(runner, held_out, work.folder, tokens)
+    log = train(draft, head, vocabulary, trained, held_out, params, work.folder, progress, feed)
     if not PartialState().is_main_process:
         return
     for engine in export.engines(config):

@@ -9,8 +9,10 @@ from functools import partial
 from onboard.checkpoint.clone import clone
 from onboard.pipeline import Job
 from onboard.recipe import Draft, Speculate
+from onboard.source import root
 from onboard.speculators import fit
 from onboard.speculators.fit import Work
+from onboard.speculators.online import Target
 from onboard.store import write_json
 
 
@@ -23,11 +25,12 @@ def run(job: Job[Speculate]) -> None:
     """
     features, params = job.inputs["features"].path, job.params
     target = job.inputs["quantize"].path / "checkpoint" / "config.json"
+    model = _model(job)
     trained: list[Work] = []
     shapes = variants(params)
     for number, shape in enumerate(shapes):
         what = "training" + (f" draft {number + 1} of {len(shapes)}" if len(shapes) > 1 else "")
-        work = Work(features, target, params, shape, job.scratch / f"draft-{number}")
+        work = Work(features, target, params, shape, job.scratch / f"draft-{number}", model)
         fit.fit(work, partial(job.progress, what, unit="steps"))
         trained.append(work)
     best = max(trained, key=lambda work: work.metrics["offline_acceptance_length"])
@@ -37,6 +40,14 @@ def run(job: Job[Speculate]) -> None:
     if not (job.out / "sglang").exists():
         job.warn("SGLang has no loader for such a draft (speculate.draft): written for vLLM alone")
     write_json(job.out / "sweep.json", _table(trained, best))
+
+
+def _model(job: Job[Speculate]) -> Target:
+    """Return the target that the features are of."""
+    if job.inputs["features"].json("index.json")["target"] == "source":
+        return Target(root(job.inputs["source"]))
+    checkpoint = job.inputs["quantize"].path / "checkpoint"
+    return Target(checkpoint, job.inputs["adapt"].path / "adaptation.json")
 
 
 def variants(params: Speculate) -> list[Draft]:

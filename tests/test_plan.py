@@ -117,6 +117,17 @@ def test_every_stage_is_planned_with_the_reads_of_streamed_layers(moe: Path) -> 
     assert facts["features"]["bytes_per_token"] == (3 + 1) * 64 * 2
 
 
+def test_what_is_too_much_for_the_disk_is_taken_while_training(moe: Path) -> None:
+    stored, online = (
+        plan(find(str(moe), settings)) for settings in ([], ["features.gigabytes=1e-6"])
+    )
+    assert online["features"]["bytes"] == 0
+    rows, before = ({row["stage"]: row for row in facts["stages"]} for facts in (online, stored))
+    assert rows["features"]["disk_bytes"] == 0
+    assert rows["speculate"]["memory_bytes"] > before["speculate"]["memory_bytes"]
+    assert "tokens, taken while training" in display.plan(online)
+
+
 def test_fp8_features_take_half_the_disk_and_a_scale_per_state(moe: Path) -> None:
     facts = plan(find(str(moe), ["features.storage=fp8"]))
     assert facts["features"]["bytes_per_token"] == (3 + 1) * (64 + 4)
@@ -218,7 +229,9 @@ def test_glm_5_2(unreachable: None) -> None:
     facts = of("glm-5.2")
     assert facts["output"]["bytes"] / 1e9 == pytest.approx(444.7, abs=0.25)
     assert facts["output"]["mtp_bytes"] / 1e9 == pytest.approx(19.9, abs=0.05)
-    assert facts["features"]["bytes_per_token"] == 49_152
+    assert facts["features"] | {"tokens": 0} == {
+        "bytes_per_token": 0, "storage": "online", "tokens": 0, "bytes": 0,
+    }  # fmt: skip
     assert facts["kv_cache"]["budget_bytes"] == 32 * 32768 * 53_940
     assert fits(facts, "H200") == {"1": False, "2": False, "4": False, "8": True, "16": True}
     assert facts["engine"]["minimum"] == "0.23.0"

@@ -99,6 +99,7 @@ def write_toy_features(folder: Path, places: list[Place]) -> None:
     head = toy_head()
     head.save(folder)
     index = {
+        "storage": "bf16",
         "shards": [{"file": places[0].shard.name, "ids": [place.id for place in places]}],
         "aux_layers": [2, 15, 27],
         "head": asdict(head.settings),
