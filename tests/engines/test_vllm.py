@@ -57,6 +57,7 @@ def test_the_command_holds_no_path_of_this_machine() -> None:
         "method": "eagle3",
         "model": "{bundle}/speculator/vllm",
         "num_speculative_tokens": 3,
+        "parallel_drafting": False,
     }
     filled = fill(argv, python="/p", bundle="/b", port="1")
     assert filled[0] == "/p"
