@@ -159,31 +159,32 @@ def measure_plain(job: Job[Smoke], client: Client, prompts: Sequence[Row]) -> Ro
     shown = next((p["ids"] for p in prompts if not p.get("private")), NEUTRAL)
     asked = probes.probes(vllm.MODEL, shown, job.params.tool_call_parser is not None)
     rows = probes.ask(client, asked, job.params.max_num_seqs)
-    greedy, seconds = answer(job, client, prompts, "plain: greedy")
-    sampled, _ = answer(job, client, prompts, "plain: sampled", answers.TEMPERATURE)
-    answers.mark_loops(client, [*greedy, *sampled])
-    return {
-        "probes": rows,
-        "greedy": greedy,
-        "sampled": sampled,
-        "seconds": seconds,
-        "paces": paces(job, client, prompts, "plain"),
-        "first_tokens": first_tokens(job, client, prompts, "plain"),
-    }
+    return {"probes": rows, **_measured(job, client, prompts, "plain", answer)}
 
 
 def measure_speculative(job: Job[Smoke], client: Client, prompts: Sequence[Row]) -> Row:
     """Give such answers again, and count what became of each one's drafts."""
     answer(job, client, prompts[:1], "speculative: warming up")
-    greedy, seconds = counted(job, client, prompts, "speculative: greedy")
-    sampled, _ = counted(job, client, prompts, "speculative: sampled", answers.TEMPERATURE)
+    return _measured(job, client, prompts, "speculative", counted)
+
+
+def _measured(
+    job: Job[Smoke],
+    client: Client,
+    prompts: Sequence[Row],
+    name: str,
+    given: Callable[..., tuple[list[Row], float]],
+) -> Row:
+    """Return what both phases measure; `given` is `answer`, or what does the same and more."""
+    greedy, seconds = given(job, client, prompts, f"{name}: greedy")
+    sampled, _ = given(job, client, prompts, f"{name}: sampled", answers.TEMPERATURE)
     answers.mark_loops(client, [*greedy, *sampled])
     return {
         "greedy": greedy,
         "sampled": sampled,
         "seconds": seconds,
-        "paces": paces(job, client, prompts, "speculative"),
-        "first_tokens": first_tokens(job, client, prompts, "speculative"),
+        "paces": paces(job, client, prompts, name),
+        "first_tokens": first_tokens(job, client, prompts, name),
     }
 
 

@@ -22,7 +22,7 @@ from onboard.lookup import Found
 from onboard.modelconfig import parse_config
 from onboard.recipe import Recipe, Smoke
 from onboard.source import kind_of
-from onboard.speculators.disk import STATES, bytes_per_token, chosen
+from onboard.speculators.disk import STATES, Storage, bytes_per_token, chosen
 
 Facts = dict[str, Any]
 
@@ -210,7 +210,7 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
     state = hidden * BF16
     is_hub = kind_of(recipe.source.model) == "hub"
     forward = 2 * held.active  # FLOPs per token
-    storage = chosen(answered.storage, hidden, kept_tokens, answered.gigabytes)
+    storage = storage_of(held, recipe)
     features = bytes_per_token(hidden, storage) * kept_tokens
     head = head_parameters(hidden, recipe.speculate.draft_vocab_size)
     trained = 6 * head * kept_tokens * recipe.speculate.epochs * recipe.speculate.ttt_steps
@@ -323,6 +323,12 @@ def feature_tokens(recipe: Recipe) -> int:
     return data.training_prompts * (data.tokens_per_prompt + answered.max_new_tokens)
 
 
+def storage_of(held: Inventory, recipe: Recipe) -> Storage:
+    """Return how the hidden states of so many tokens are kept."""
+    params, tokens = recipe.features, feature_tokens(recipe)
+    return chosen(params.storage, held.config.hidden_size, tokens, params.gigabytes)
+
+
 def head_parameters(hidden_size: int, draft_vocab_size: int) -> int:
     """Return the size of a one-layer EAGLE-3 head, about: its MLP is taken as 4 hidden wide.
 
@@ -333,9 +339,8 @@ def head_parameters(hidden_size: int, draft_vocab_size: int) -> int:
 
 
 def _features(held: Inventory, recipe: Recipe) -> Facts:
-    tokens, width = feature_tokens(recipe), held.config.hidden_size
-    storage = chosen(recipe.features.storage, width, tokens, recipe.features.gigabytes)
-    each = bytes_per_token(width, storage)
+    tokens, storage = feature_tokens(recipe), storage_of(held, recipe)
+    each = bytes_per_token(held.config.hidden_size, storage)
     return {
         "bytes_per_token": each,
         "storage": storage,

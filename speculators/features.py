@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,24 @@ CHECKED_TOKENS = 4  # generated to compare a batch with each of its texts alone
 AGREEMENT_MIN = 0.9  # of the head's argmax with the tokens generated; bf16 rounding costs < 0.02
 
 
+@dataclass(frozen=True)
+class Work:
+    """What answers are made with, and kept: `stop` are the ids that end one."""
+
+    job: Job[Features]
+    runner: Runner
+    target: head.Head
+    prompts: Sequence[Row]
+    stop: frozenset[int]
+    tokenizer: Any
+
+    @property
+    def batches(self) -> list[Sequence[Row]]:
+        """The prompts that are answered at once."""
+        size = self.job.params.batch_size
+        return [self.prompts[i : i + size] for i in range(0, len(self.prompts), size)]
+
+
 def run(job: Job[Features]) -> None:
     """Write shards, `index.json`, `samples.jsonl`, `head.safetensors` and `metrics.json`.
 
@@ -56,8 +74,8 @@ def run(job: Job[Features]) -> None:
     _check_disk(job, source, prompts)
     runner = _target(job, source)
     target_head = head.of_model(runner.model)
-    keep_answers = _generated if job.params.answers is None else _served
-    records = keep_answers(job, runner, target_head, prompts, stop_tokens(source), tokenizer)
+    work = Work(job, runner, target_head, prompts, stop_tokens(source), tokenizer)
+    records = _generated(work) if job.params.answers is None else _served(work)
     _publish(job, records)
     target_head.save(job.out)
     text = runner.model.config.get_text_config()
@@ -78,10 +96,8 @@ def run(job: Job[Features]) -> None:
 
 def _with_storage(job: Job[Features], source: Path, prompts: Sequence[Row]) -> Job[Features]:
     """Return the job with `auto` decided by what the states of all answers may take."""
-    params = job.params
-    tokens = sum(len(p["ids"]) for p in prompts) + len(prompts) * params.max_new_tokens
-    width = read_config(source).hidden_size
-    storage = disk.chosen(params.storage, width, tokens, params.gigabytes)
+    params, width = job.params, read_config(source).hidden_size
+    storage = disk.chosen(params.storage, width, _most_tokens(job, prompts), params.gigabytes)
     return replace(job, params=params.model_copy(update={"storage": storage}))
 
 
@@ -89,59 +105,49 @@ def _check_disk(job: Job[Features], source: Path, prompts: Sequence[Row]) -> Non
     """Raise EnvironmentFault where the disk cannot hold what is still to be stored."""
     records = [json.loads(file.read_text()) for file in job.scratch.glob("shard-*.json")]
     stored = {sample["id"] for record in records for sample in record["samples"]}
-    missing = [len(p["ids"]) for p in prompts if p["id"] not in stored]
-    tokens = sum(missing) + len(missing) * job.params.max_new_tokens
+    missing = [p for p in prompts if p["id"] not in stored]
     width = read_config(source).hidden_size
-    disk.check(job.scratch, width, job.params.storage, tokens)
+    disk.check(job.scratch, width, job.params.storage, _most_tokens(job, missing))
 
 
-def _generated(
-    job: Job[Features],
-    runner: Runner,
-    target: head.Head,
-    prompts: Sequence[Row],
-    stop: frozenset[int],
-    tokenizer: Any,
-) -> list[Row]:
+def _most_tokens(job: Job[Features], prompts: Sequence[Row]) -> int:
+    """Return the tokens of prompts and answers, where every answer is as long as it may be."""
+    return sum(len(p["ids"]) + job.params.max_new_tokens for p in prompts)
+
+
+def _generated(work: Work) -> list[Row]:
     """Answer in this process; a batch of prompts makes a shard."""
-    records, batches = [], _batches(job, prompts)
+    job, records, batches = work.job, [], work.batches
     for number, batch in enumerate(batches):
         record = job.scratch / f"shard-{number:05d}.json"
         if not record.exists():
-            answers = answer(
-                runner.model, [p["ids"] for p in batch], stop, job.params.max_new_tokens
-            )
+            ids = [p["ids"] for p in batch]
+            answers = answer(work.runner.model, ids, work.stop, job.params.max_new_tokens)
             if number == 0:
-                check_head(target, answers)
-            _keep(job, record, batch, answers, tokenizer)
+                check_head(work.target, answers)
+            _keep(work, record, batch, answers)
         records.append(json.loads(record.read_text()))
         job.progress("answers", number + 1, len(batches), "batches")
     return records
 
 
-def _served(
-    job: Job[Features],
-    runner: Runner,
-    target: head.Head,
-    prompts: Sequence[Row],
-    stop: frozenset[int],
-    tokenizer: Any,
-) -> list[Row]:
+def _served(work: Work) -> list[Row]:
     """Have a server answer, then take the states; what one reading of the target does is a shard.
 
     Raises InputError where the server's answers are not the target's.
     """
+    job, prompts = work.job, work.prompts
     location = job.inputs["source"].json("location.json")
     names = {location["model"], Path(location["model"]).name, Path(location["root"]).name, MODEL}
     endpoint = served.connect(str(job.params.answers), names, job.warn)
     tokens: list[list[int]] = []
-    batches = _batches(job, prompts)
+    batches = work.batches
     for number, batch in enumerate(batches):
         file = job.scratch / f"answers-{number:05d}.json"
         if not file.exists():
             ids = [p["ids"] for p in batch]
-            given = served.ask(endpoint, ids, stop, job.params.max_new_tokens)
-            served.check_vocabulary(target, given)
+            given = served.ask(endpoint, ids, work.stop, job.params.max_new_tokens)
+            served.check_vocabulary(work.target, given)
             _write_whole(file, given)
         tokens += json.loads(file.read_text())
         job.progress("answers", number + 1, len(batches), "batches")
@@ -153,13 +159,13 @@ def _served(
         if not record.exists():
             part = f"states, part {number + 1} of {len(groups)}"
             answers = served.with_states(
-                runner,
+                work.runner,
                 [p["ids"] for p in prompts[group]],
                 tokens[group],
                 partial(_count_layers, job, part),
             )
-            same = served.check_answers(target, answers, endpoint)
-            _keep(job, record, prompts[group], answers, tokenizer, reproduced=same)
+            same = served.check_answers(work.target, answers, endpoint)
+            _keep(work, record, prompts[group], answers, reproduced=same)
         records.append(json.loads(record.read_text()))
         job.progress("states", number + 1, len(groups), "parts")
     return records
@@ -167,11 +173,6 @@ def _served(
 
 def _count_layers(job: Job[Features], part: str, done: int, total: int) -> None:
     job.progress(part, done, total, "layers")
-
-
-def _batches(job: Job[Features], prompts: Sequence[Row]) -> list[Sequence[Row]]:
-    size = job.params.batch_size
-    return [prompts[i : i + size] for i in range(0, len(prompts), size)]
 
 
 def stop_tokens(source: Path) -> frozenset[int]:
@@ -248,18 +249,17 @@ def _target(job: Job[Features], source: Path) -> Runner:
 
 
 def _keep(
-    job: Job[Features],
+    work: Work,
     record: Path,
     prompts: Sequence[Row],
     answers: Sequence[Answer],
-    tokenizer: Any,
     reproduced: int | None = None,
 ) -> None:
     """Write one shard, then the record that says it is complete.
 
     `reproduced` counts the tokens of a server's answers that the target would have given too.
     """
-    samples, documents, ids = [], [], []
+    tokenizer, samples, documents, ids = work.tokenizer, [], [], []
     for prompt, given in zip(prompts, answers, strict=True):
         text = tokenizer.decode(given.tokens, skip_special_tokens=True)
         looped = find_loop(given.tokens, text, lambda token: str(tokenizer.decode([token])))
@@ -280,7 +280,7 @@ def _keep(
     shard = None
     if documents:
         file = record.with_suffix(".safetensors")
-        write_shard(file, documents, job.params.storage)
+        write_shard(file, documents, work.job.params.storage)
         shard = {
             "file": file.name,
             "sequences": len(documents),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from onboard.checkpoint.models import Runner, compute_dtype, open_candidate, open_reference
 from onboard.speculators.capture import prefill
+from onboard.speculators.served import groups
 from onboard.speculators.shards import Document, Place, places_of, write_shard
 
 
@@ -75,9 +76,9 @@ def store(runner: Runner, places: Sequence[Place], folder: Path, tokens: int) ->
     For what is read again and again: the documents that are held out.
     """
     stored: list[Place] = []
-    for number, batches in enumerate(buffered([[place] for place in places], tokens)):
-        file, part = folder / f"held-out-{number:05d}.safetensors", [p for [p] in batches]
+    for number, group in enumerate(groups([len(place) for place in places], tokens)):
+        file = folder / f"held-out-{number:05d}.safetensors"
         if not file.exists():
-            write_shard(file, read(runner, part))
-        stored += places_of(file, [place.id for place in part])
+            write_shard(file, read(runner, places[group]))
+        stored += places_of(file, [place.id for place in places[group]])
     return stored

@@ -141,6 +141,15 @@ class Bench:
         self.artifacts[stage] = commit(job.out)
         return self.artifacts[stage]
 
+    def once(self, stage: str, function: Any, section: Any) -> None:
+        """Run a stage, unless the folder has it whole from another time."""
+        done = self.folder / f"{stage}.done"
+        if done.exists():
+            self.artifacts[stage] = commit(self.folder / stage)
+            return
+        self.run(stage, function, section)
+        done.touch()
+
     def put(self, stage: str, **files: Any) -> Any:
         """Make an artifact by hand; `calibration__jsonl=[...]` becomes calibration.jsonl."""
         folder = self.folder / stage

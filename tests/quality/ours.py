@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from onboard.data import stage as data
 from onboard.quantize import budget, calibrate, written
 from onboard.quantize.making import Maker
 from onboard.recipe import Adapt, Calibrate, Quantize, Recipe, resolve
-from tests.conftest import Bench, commit
+from tests.conftest import Bench
 from tests.quality.measure import Candidate
 
 DOCUMENTS = {
@@ -49,7 +49,6 @@ class Workshop:
     folder: Path
     bench: Bench
     recipe: Recipe
-    timed: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: str, folder: Path) -> Workshop:
@@ -57,10 +56,10 @@ class Workshop:
         folder.mkdir(parents=True, exist_ok=True)
         settings = [f"data.{name}={count}" for name, count in DOCUMENTS.items()]
         shop = cls(folder, Bench(folder), resolve(model, settings))
-        shop._stage("source", source.run, shop.recipe.source)
-        shop._stage("adapt", adapt.run, Adapt())
-        shop._stage("data", data.run, shop.recipe.data)
-        shop._stage("calibrate", calibrate.run, Calibrate())
+        shop.bench.once("source", source.run, shop.recipe.source)
+        shop.bench.once("adapt", adapt.run, Adapt())
+        shop.bench.once("data", data.run, shop.recipe.data)
+        shop.bench.once("calibrate", calibrate.run, Calibrate())
         return shop
 
     @property
@@ -72,16 +71,6 @@ class Workshop:
 
     def ids(self, name: str) -> list[list[int]]:
         return [row["ids"] for row in self.rows(name)]
-
-    def _stage(self, name: str, function: Any, section: Any) -> None:
-        done = self.folder / f"{name}.done"
-        if done.exists():
-            self.bench.artifacts[name] = commit(self.folder / name)
-            return
-        before = time.monotonic()
-        self.bench.run(name, function, section)
-        self.timed[name] = time.monotonic() - before
-        done.touch()
 
     def make(self, name: str, method: str, beside: str | None = None, **params: Any) -> Point:
         """Quantize by a method; `params` are those of the section.
