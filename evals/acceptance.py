@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onboard.evals.bootstrap import document_bootstrap
+from onboard.evals.bootstrap import document_bootstrap, paired_ratio_bootstrap
 
 RESAMPLES = 2000
 SUFFIX = {"greedy": "", "sampled": "_sampled"}  # of a sample's fields and of the metrics
@@ -88,6 +88,29 @@ def metrics(samples: Sequence[Row]) -> dict[str, float]:
         found |= {f"looped_excluded{suffix}": looped, **_lengths(prompts, suffix)}
     greedy = rates(healthy(samples, "greedy"))
     return found | {f"acceptance_rate_{k}": rate for k, rate in enumerate(greedy)}
+
+
+def difference(first: Sequence[Row], second: Sequence[Row]) -> dict[str, float] | None:
+    """Return how much longer the `first` drafter's greedy acceptance is, `value`, `lo` and `hi`.
+
+    Both are samples of the same prompts in the same order, of which those are compared that loop
+    with neither (`prompts` says how many); None where there are none. The interval holds 95% and
+    resamples prompts, each with both of its answers.
+    """
+    pairs = [
+        (Drafts(tuple(a["drafts"])), Drafts(tuple(b["drafts"])))
+        for a, b in zip(first, second, strict=True)
+        if not (a["looped"] or b["looped"]) and sum(a["drafts"]) and sum(b["drafts"])
+    ]
+    if not pairs:
+        return None
+    sides = list(zip(*pairs, strict=True))
+    first_ratio, second_ratio = (
+        ([p.accepted for p in side], [p.count for p in side]) for side in sides
+    )
+    lo, hi = paired_ratio_bootstrap(first_ratio, second_ratio, RESAMPLES, seed=0)
+    value = length(sides[0]) - length(sides[1])
+    return {"value": value, "lo": lo, "hi": hi, "prompts": len(pairs)}
 
 
 def tables(samples: Sequence[Row]) -> dict[str, Any]:

@@ -36,6 +36,28 @@ def paired_bootstrap(
     return document_bootstrap(difference, np.ones_like(difference), resamples, seed)
 
 
+def paired_ratio_bootstrap(
+    first: tuple[ArrayLike, ArrayLike],
+    second: tuple[ArrayLike, ArrayLike],
+    resamples: int,
+    seed: int,
+) -> tuple[float, float]:
+    """Return the 95% interval of `sum(sums) / sum(counts)` of the first minus that of the second.
+
+    Each is (sums [D], counts [D]) of the same documents, which are drawn together.
+    """
+    (sums, counts), (others, sizes) = (
+        (np.asarray(a, float), np.asarray(b, float)) for a, b in (first, second)
+    )
+    assert sums.size == others.size > 0
+    return _interval(
+        np.concatenate([
+            (drawn @ sums) / (drawn @ counts) - (drawn @ others) / (drawn @ sizes)
+            for drawn in _draws(sums.size, resamples, seed)
+        ])
+    )  # fmt: skip
+
+
 def mcnemar(only_first: int, only_second: int) -> float:
     """Return the exact two-sided p-value of McNemar's test.
 

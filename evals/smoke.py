@@ -2,8 +2,9 @@
 
 The bundle is laid out in scratch as it will ship, and started with the commands that will ship.
 Without the speculator: probes, greedy and sampled answers to the evaluation prompts. With it: the
-same answers again, of which the greedy ones must agree, and the acceptance of its drafts. Both are
-timed at the recipe's concurrencies. From all this follows whether the speculator ships.
+same answers again, of which the greedy ones must agree, and the acceptance of its drafts; and the
+same with the model's own MTP layers, where it has any and the engine can run them. All are timed
+at the recipe's concurrencies. From all this follows what ships, and what drafts by default.
 """
 
 from __future__ import annotations
@@ -16,25 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from onboard.checkpoint.assemble import assemble
-from onboard.checkpoint.headers import read_headers
 from onboard.engines import server, vllm
 from onboard.engines.client import Client
 from onboard.engines.environment import Engine, find
 from onboard.errors import EnvironmentFault, InputError
-from onboard.evals import acceptance, answers, probes, roofline, sampling, ship, speed
+from onboard.evals import answers, probes, results, sampling, speed
 from onboard.evals.acceptance import Drafts
-from onboard.evals.lossless import Agreement, compare
 from onboard.hardware import device_kind
 from onboard.pipeline import Job
 from onboard.recipe import Smoke
 from onboard.store import write_json
 
 Row = dict[str, Any]
-Commands = dict[str, list[str]]  # the argv without ("plain") and with the speculator
+Commands = dict[str, list[str]]  # by phase: "plain", "speculative" and perhaps "mtp"
 
+MTP = "mtp"  # the phase in which the model's own layers draft
 DRAFT = Path("speculator/vllm")  # within a bundle
 
-WITHHELD = "(the user's own traffic: not shown)"
 NEUTRAL = (1, 2, 3, 4, 5, 6, 7, 8)  # token ids to probe with where every prompt is private
 CPU_HINT = (
     "read the whole log; vLLM's CPU platform does not run every architecture (not sparse "
@@ -45,28 +44,33 @@ CPU_HINT = (
 def run(job: Job[Smoke]) -> None:
     """Write what was measured and said, and in `ship.json` whether the speculator ships.
 
-    Files: `metrics.json`, `engine.json`, `probes.json`, `samples.jsonl`, `acceptance.json`,
-    `speed.json`, `ship.json`, logs, and `sampling.json` where the recipe asks for it. Raises
-    EnvironmentFault where there is no engine, or one that does not start, stops answering, or
-    never uses the speculator.
+    Files: those of `results.write`, and a log of the engine per phase. Raises EnvironmentFault
+    where there is no engine, or one that does not start, stops answering, or never uses the
+    speculator; that it cannot run the model's MTP layers is a result.
     """
     engine = find(job.params.engine, job.params.engine_minimum)
     prompts = usable_prompts(job)
     bundle = lay_out(job)
     config = json.loads((bundle / "checkpoint" / "config.json").read_text())
     environment = vllm.environment(job.params, device_kind(), config)
-    commands = commands_of(job.params, bundle)
+    commands = commands_of(job.params, bundle, has_mtp(job))
 
     def start(name: str) -> server.Launch:
         return launch(commands[name], engine, bundle, environment)
 
-    plain = phase(job, "plain", start, lambda client: measure_plain(job, client, prompts))
-    fast = phase(
-        job, "speculative", start, lambda client: measure_speculative(job, client, prompts)
-    )
-    said = (side[kind] for side in (plain, fast) for kind in ("greedy", "sampled"))
-    samples = [sample(*rows) for rows in zip(prompts, *said, strict=True)]
-    _write(job, engine, environment, commands, plain, fast, samples)
+    phases = {
+        "plain": phase(job, "plain", start, lambda client: measure_plain(job, client, prompts)),
+        "speculative": phase(job, "speculative", start, _drafting(job, "speculative", prompts)),
+    }
+    if MTP in commands:
+        phases[MTP] = attempt(job, MTP, start, _drafting(job, MTP, prompts))
+    results.write(job, results.Served(engine, environment, commands), phases, prompts)
+    for name in phases:
+        shutil.copyfile(job.scratch / f"{name}.log", job.out / f"{name}.log")
+
+
+def _drafting(job: Job[Smoke], name: str, prompts: Sequence[Row]) -> Callable[[Client], Row]:
+    return lambda client: measure_drafting(job, client, name, prompts)
 
 
 def usable_prompts(job: Job[Smoke]) -> list[Row]:
@@ -98,11 +102,16 @@ def lay_out(job: Job[Smoke]) -> Path:
     return bundle
 
 
-def commands_of(params: Smoke, bundle: Path) -> Commands:
-    """Return the commands that ship, without and with the speculator of a laid-out bundle."""
+def has_mtp(job: Job[Smoke]) -> bool:
+    """Whether the checkpoint has MTP layers."""
+    return bool(job.inputs["adapt"].json("adaptation.json")["mtp"]["tensors"])
+
+
+def commands_of(params: Smoke, bundle: Path, mtp: bool) -> Commands:
+    """Return the commands that ship: without a speculator, with that of a laid-out bundle, MTP."""
     family = json.loads((bundle / DRAFT / "config.json").read_text())["speculators_model_type"]
-    families = {"plain": None, "speculative": family}
-    return {name: vllm.command(params, device_kind(), each) for name, each in families.items()}
+    drafters = {"plain": None, "speculative": family} | ({MTP: vllm.MTP} if mtp else {})
+    return {name: vllm.command(params, device_kind(), each) for name, each in drafters.items()}
 
 
 def launch(
@@ -141,6 +150,21 @@ def phase(
     return measured
 
 
+def attempt(
+    job: Job[Smoke],
+    name: str,
+    start: Callable[[str], server.Launch],
+    measure: Callable[[Client], Row],
+) -> Row:
+    """Return what `phase` does, or `failed`: why the engine cannot run it."""
+    try:
+        return phase(job, name, start, measure)
+    except EnvironmentFault as e:
+        reason = str(e).strip().splitlines()[0][:300]
+        job.warn(f"the engine does not run the model's MTP layers: {reason}")
+        return {"failed": reason}
+
+
 def _started(
     job: Job[Smoke], name: str, command: server.Launch
 ) -> AbstractContextManager[server.Server]:
@@ -162,10 +186,10 @@ def measure_plain(job: Job[Smoke], client: Client, prompts: Sequence[Row]) -> Ro
     return {"probes": rows, **_measured(job, client, prompts, "plain", answer)}
 
 
-def measure_speculative(job: Job[Smoke], client: Client, prompts: Sequence[Row]) -> Row:
+def measure_drafting(job: Job[Smoke], client: Client, name: str, prompts: Sequence[Row]) -> Row:
     """Give such answers again, and count what became of each one's drafts."""
-    answer(job, client, prompts[:1], "speculative: warming up")
-    return _measured(job, client, prompts, "speculative", counted)
+    answer(job, client, prompts[:1], f"{name}: warming up")
+    return _measured(job, client, prompts, name, counted)
 
 
 def _measured(
@@ -199,10 +223,11 @@ def counted(
     rows, seconds = answer(job, client, prompts, what, temperature)
     found = vllm.speculation(client.get("/metrics")) - before
     if found.drafts == 0:
+        phase_name = what.split(":")[0]
         raise EnvironmentFault(
             "the engine started with the speculator, but it never drafted a token "
             f"in {len(prompts)} answers",
-            f"less {job.scratch / 'speculative.log'}",
+            f"less {job.scratch / phase_name}.log",
         )
     drafts = [Drafts(tuple(row["histogram"])) for row in rows]
     own = (sum(d.count for d in drafts), sum(d.accepted for d in drafts))
@@ -268,138 +293,3 @@ def _ask(
         job.progress(what, count, len(requests), "prompts")
 
     return answers.ask(client, requests, width or job.params.max_num_seqs, finished)
-
-
-def sample(prompt: Row, greedy: Row, sampled: Row, fast: Row, fast_sampled: Row) -> Row:
-    """Return a row of `samples.jsonl`: a prompt's answers, the `fast` ones with the speculator.
-
-    `looped` is about both greedy answers, which should be the same; `looped_sampled` about the one
-    with the speculator, whose drafts are `drafts_sampled`.
-    Of a private prompt the row holds what was counted, and no word of it or its answers.
-    """
-    candidates = [
-        {int(token): value for token, value in top.items()} for top in greedy["candidates"]
-    ]
-    agreement: Agreement = compare(greedy["ids"], candidates, fast["ids"])
-    private = prompt.get("private", False)
-
-    def shown(words: str | None) -> str | None:
-        return WITHHELD if private and words else words
-
-    return {
-        "id": prompt["id"],
-        "domain": prompt["domain"],
-        "prompt": shown("\n".join(f"{m['role']}: {m['content']}" for m in prompt["messages"])),
-        "plain": shown(greedy["text"]),
-        "speculative": shown(fast["text"]),
-        "sampled": shown(sampled["text"]),
-        "looped": bool(greedy["loop"] or fast["loop"]),
-        "looped_sampled": bool(fast_sampled["loop"]),
-        "loops": {"greedy": shown(greedy["loop"]), "sampled": shown(sampled["loop"])},
-        "agreement": agreement.kind,
-        "gap": agreement.gap,
-        "position": agreement.position,
-        "drafts": fast["histogram"],
-        "drafts_sampled": fast_sampled["histogram"],
-    }
-
-
-def metrics(plain: Row, fast: Row, samples: Sequence[Row]) -> dict[str, float]:
-    """Return the flat numbers, speed at the recipe's concurrencies apart.
-
-    `looped_share` is over the greedy and sampled answers without the speculator.
-    """
-    loops = [loop for row in samples for loop in row["loops"].values()]
-    kinds = [row["agreement"] for row in samples]
-    return {
-        "probes": len(plain["probes"]),
-        "probes_failed": sum(not row["passed"] for row in plain["probes"]),
-        "prompts": len(samples),
-        "looped_share": sum(loop is not None for loop in loops) / len(loops),
-        "divergences": kinds.count("diverged"),
-        "exempt": kinds.count("near-tie"),
-        "near_tie_share": kinds.count("near-tie") / len(samples),
-        "tokens_per_s": _throughput(plain),
-        "tokens_per_s_speculative": _throughput(fast),
-        **acceptance.metrics(samples),
-    }
-
-
-def _throughput(phase: Row) -> float:
-    return float(sum(len(row["ids"]) for row in phase["greedy"]) / phase["seconds"])
-
-
-def speeds(job: Job[Smoke], plain: Row, fast: Row, acceptance_length: float | None) -> Row:
-    """Return the content of `speed.json`: paces and speed-ups, and what the expected ones rest on.
-
-    Without an acceptance length there is nothing to expect.
-    """
-    draft = roofline.draft_bytes(read_headers(job.inputs["speculate"].path / "vllm"))
-    checkpoint = read_headers(job.inputs["quantize"].path / "checkpoint")
-    target = roofline.target_decode(checkpoint, job.inputs["adapt"].json("adaptation.json"))
-    drafted = job.params.num_speculative_tokens
-    shape = json.loads((job.inputs["speculate"].path / "vllm" / "config.json").read_text())
-    passes = 1 if shape["speculators_model_type"] == "peagle" else drafted
-
-    def expected(concurrency: int) -> float | None:
-        if acceptance_length is None:
-            return None
-        return roofline.expected_speedup(
-            acceptance_length, drafted, draft, target, concurrency, passes
-        )
-
-    return {
-        "rows": speed.compare(plain["paces"], fast["paces"], expected),
-        "acceptance_length": acceptance_length,
-        "drafted": drafted,
-        "draft_bytes": draft,
-        "target_bytes": target.step_bytes(1, context=0),
-    }
-
-
-def _write(
-    job: Job[Smoke],
-    engine: Engine,
-    environment: Mapping[str, str],
-    commands: Commands,
-    plain: Row,
-    fast: Row,
-    samples: Sequence[Row],
-) -> None:
-    found = metrics(plain, fast, samples)
-    if "acceptance_length" not in found:
-        job.warn("every greedy answer loops: there is no acceptance length")
-    timed = speeds(job, plain, fast, found.get("acceptance_length"))
-    found |= speed.metrics(timed["rows"])
-    if plain["first_tokens"]:
-        compared = sampling.compare(plain["first_tokens"], fast["first_tokens"])
-        found |= compared.metrics
-        write_json(job.out / "sampling.json", compared.as_dict())
-    native = vllm.runs_natively(device_kind(), plain["modes"])
-    write_json(job.out / "metrics.json", found)
-    write_json(job.out / "engine.json", _facts(engine, environment, commands, plain, fast))
-    write_json(job.out / "probes.json", plain["probes"])
-    write_json(job.out / "acceptance.json", acceptance.tables(samples))
-    write_json(job.out / "speed.json", timed)
-    write_json(job.out / "ship.json", ship.decide(job.params, found, native))
-    lines = [json.dumps(row, sort_keys=True) for row in samples]
-    (job.out / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    for name in ("plain", "speculative"):
-        shutil.copyfile(job.scratch / f"{name}.log", job.out / f"{name}.log")
-
-
-def _facts(
-    engine: Engine, environment: Mapping[str, str], commands: Commands, plain: Row, fast: Row
-) -> Row:
-    """Return the content of `engine.json`: what ran, how, and the commands that ship."""
-    phases = {"plain": plain, "speculative": fast}
-    return {
-        "engine": engine.name,
-        "version": engine.version,
-        "mode": "; ".join(plain["modes"]) or vllm.UNQUANTIZED,
-        "dtype": {"cpu": "float32"}.get(device_kind(), "auto"),
-        "commands": commands,
-        "environment": dict(environment),
-        "threads": {name: phase["threads"] for name, phase in phases.items()},
-        "startup_seconds": {name: phase["startup_seconds"] for name, phase in phases.items()},
-    }

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.exceptions import TyperException
@@ -36,6 +36,7 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key: adapt.quantize=[expert]."),
 ]
+Drafter = Literal["speculator", "mtp", "none"]
 BundleDir = Annotated[Path, typer.Argument(help="A bundle directory.", show_default=False)]
 
 
@@ -232,18 +233,15 @@ def serve(
     context: typer.Context,
     bundle: BundleDir,
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8000,
-    speculative: Annotated[
-        bool | None,
-        typer.Option(
-            "--speculative/--no-speculative",
-            help="Serve with the speculator. [default: where the bundle ships one]",
-        ),
+    draft: Annotated[
+        Drafter | None,
+        typer.Option(help="What drafts. [default: what the smoke test found best]"),
     ] = None,
 ) -> None:
     """Serve a bundle with the command its smoke test used; further options go to the engine."""
     from onboard.engines.serve import serve as start
 
-    start(bundle, port, speculative, context.args)
+    start(bundle, port, draft, context.args)
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def _fill(run: Run, bundle: Path) -> None:
             if name.startswith(("vllm/", "sglang/")):
                 clone(draft.path / name, bundle / "speculator" / name)
     if smoke := run.artifacts.get("smoke"):
-        write_serving(smoke.json("engine.json"), draft is not None, bundle / "serve")
+        write_serving(smoke.json("engine.json"), decision, bundle / "serve")
     write_report(run, bundle / "report")
     (bundle / "README.md").write_text(card(run), encoding="utf-8", errors="replace")
     known = {"checkpoint": quantize} | ({"speculator": draft} if draft else {})

@@ -24,7 +24,6 @@ def describe(run: Run, files: Mapping[str, File]) -> dict[str, Any]:
     """Return the manifest of a bundle that holds `files` (relative name -> sha256, size)."""
     facts = gather(run)
     made, speculator = facts["provenance"], facts["speculator"]
-    ships = speculator is not None and speculator["ships"]
     return {
         "schema": SCHEMA,
         "bundle": facts["name"],
@@ -45,7 +44,7 @@ def describe(run: Run, files: Mapping[str, File]) -> dict[str, Any]:
         "seeds": made["seeds"],
         "commands": {
             "run": made["command"],
-            "serve": shipped(made["serving"]["commands"], ships),
+            "serve": shipped(made["serving"]["commands"], speculator),
         },
         "files": dict(sorted(files.items())),
     }

@@ -13,7 +13,12 @@ from onboard.store import write_json
 
 SHELL = {"bundle": '"$bundle"', "port": '"$port"', "python": '"$python"'}
 PLACEHOLDER = re.compile(r"\{(bundle|port|python)\}")
-FILES = {"plain": "{engine}.sh", "speculative": "{engine}-speculative.sh"}
+FILES = {
+    "plain": "{engine}.sh",
+    "speculative": "{engine}-speculative.sh",
+    "mtp": "{engine}-mtp.sh",
+}
+SERVES = {"plain": "", "speculative": " with its speculator", "mtp": " with its own MTP layers"}
 
 SCRIPT = """\
 #!/bin/sh
@@ -28,28 +33,36 @@ python=${{PYTHON:-python3}}
 """
 
 
-def shipped(commands: Mapping[str, Sequence[str]], speculator: bool) -> dict[str, Sequence[str]]:
-    """Return the commands that a bundle can run, with or without a speculator in it."""
-    return {
-        name: argv
-        for name, argv in commands.items()
-        if argv and (speculator or name != "speculative")
-    }
+def shipped(
+    commands: Mapping[str, Sequence[str]], decision: Mapping[str, Any] | None
+) -> dict[str, Sequence[str]]:
+    """Return the commands that ship: that without a drafter, and those of drafters that help.
+
+    `decision` is the smoke test's `ship.json`.
+    """
+    decision = decision or {}
+    helps = {"plain": True, "speculative": decision.get("ships")}
+    helps["mtp"] = decision.get("mtp", {}).get("ships")
+    return {name: argv for name, argv in commands.items() if argv and helps[name]}
 
 
-def write_serving(engine: Mapping[str, Any], speculator: bool, dest: Path) -> None:
+def write_serving(
+    engine: Mapping[str, Any], decision: Mapping[str, Any] | None, dest: Path
+) -> None:
     """Write `commands.json`, which `onboard serve` reads, and one shell script per command.
 
     `engine` is the smoke test's `engine.json`; its commands hold `{bundle}`, `{port}` and
-    `{python}` in the place of paths and numbers. `speculator` says whether one is in the bundle.
+    `{python}` in the place of paths and numbers. `decision` says which of them ship, and which
+    one to `use`.
     """
-    commands = shipped(engine["commands"], speculator)
+    commands = shipped(engine["commands"], decision)
     environment = {
         name: value
         for name, value in (engine.get("environment") or {}).items()
         if not is_secret_name(name)
     }
     facts = {name: engine.get(name) for name in ("engine", "version", "mode", "dtype")}
+    facts["use"] = (decision or {}).get("use", "plain")
     clean: dict[str, Any] = scrubber()({**facts, **commands, "environment": environment})
     write_json(dest / "commands.json", clean)
     for name, argv in commands.items():
@@ -72,7 +85,7 @@ def _script(name: str, argv: Sequence[str], facts: Mapping[str, Any]) -> str:
         f"export {key}={shell_word(str(value))}\n" for key, value in facts["environment"].items()
     )
     return SCRIPT.format(
-        what="Serve the checkpoint" + (" with its speculator" if name == "speculative" else ""),
+        what=f"Serve the checkpoint{SERVES[name]}",
         engine=facts["engine"],
         version=facts["version"],
         mode=" ".join(str(facts["mode"]).split()),  # it came from a log, and stands in a comment

@@ -15,21 +15,22 @@ from onboard.errors import InputError
 from onboard.hardware import device_kind
 
 COMMANDS = "serve/commands.json"
+DRAFTERS = {"speculator": "speculative", "mtp": "mtp", "none": "plain"}  # the command of each
 
 
-def serve(bundle: Path, port: int, speculative: bool | None, extra: list[str]) -> None:
+def serve(bundle: Path, port: int, drafter: str | None, extra: list[str]) -> None:
     """Become the engine that serves `bundle` on 127.0.0.1:`port`; Ctrl-C ends it.
 
-    `speculative` None is with the speculator where the bundle ships one. `extra` are further
-    arguments of the engine. Does not return.
+    `drafter` is one of DRAFTERS; None is what the smoke test chose. `extra` are further arguments
+    of the engine. Does not return.
     """
     commands = _commands(bundle)
-    wanted = "speculative" in commands if speculative is None else speculative
-    kind = "speculative" if wanted else "plain"
+    kind = commands.get("use", "plain") if drafter is None else DRAFTERS[drafter]
     if not commands.get(kind):
+        ships = [name for name, command in DRAFTERS.items() if commands.get(command)]
         raise InputError(
-            f"{bundle / COMMANDS} has no {kind!r} command: this bundle ships no speculator",
-            f"onboard serve {bundle} --no-speculative",
+            f"{bundle / COMMANDS} has no {kind!r} command: this bundle ships no {drafter}",
+            f"onboard serve {bundle} --draft {ships[0]}",
         )
     engine = find()
     values = {"python": str(engine.python), "bundle": str(bundle.resolve()), "port": str(port)}

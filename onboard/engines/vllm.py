@@ -22,6 +22,7 @@ from onboard.recipe import Smoke
 MODEL = "model"  # the name it is served under
 CHECKPOINT = "{bundle}/checkpoint"
 SPECULATOR = "{bundle}/speculator/vllm"
+MTP = "mtp"
 UNQUANTIZED = "no NVFP4 layer"
 
 _KV_BYTES_PER_VALUE = 4  # float32, the CPU's dtype below
@@ -29,10 +30,11 @@ _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(\{(?P<labels>.*)\})? (?P<valu
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-def command(params: Smoke, device: str, family: str | None) -> list[str]:
+def command(params: Smoke, device: str, drafter: str | None) -> list[str]:
     """Return the argv that serves a bundle on a device kind ("cuda" or "cpu").
 
-    `family` is that of the speculator it is served with, "eagle3" or "peagle"; None: without one.
+    `drafter` is what drafts: a trained speculator by its family, "eagle3" or "peagle"; "mtp", the
+    model's own layers; None: nothing.
     """
     argv = [
         *("{python}", "-m", "vllm.entrypoints.openai.api_server"),
@@ -52,16 +54,18 @@ def command(params: Smoke, device: str, family: str | None) -> list[str]:
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", params.tool_call_parser]
     if params.reasoning_parser:
         argv += ["--reasoning-parser", params.reasoning_parser]
-    if family is not None:
-        config = {
-            "method": "eagle3",
-            "model": SPECULATOR,
-            "num_speculative_tokens": params.num_speculative_tokens,
-            "parallel_drafting": family == "peagle",
-        }
+    if drafter is not None:
+        config = {**_method(drafter), "num_speculative_tokens": params.num_speculative_tokens}
         argv += ["--speculative-config", json.dumps(config)]
         argv += ["--per-request-spec-decode-metrics", "summary"]
     return [*argv, *params.serve_args]
+
+
+def _method(drafter: str) -> dict[str, Any]:
+    """Return the part of the speculative config that says what drafts."""
+    if drafter == MTP:  # in the checkpoint itself; the engine knows its family's layers
+        return {"method": "mtp"}
+    return {"method": "eagle3", "model": SPECULATOR, "parallel_drafting": drafter == "peagle"}
 
 
 def environment(params: Smoke, device: str, config: Mapping[str, Any]) -> dict[str, str]:

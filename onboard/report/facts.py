@@ -64,7 +64,8 @@ def speculator(run: Run) -> dict[str, Any] | None:
     """
     if "speculate" not in run.artifacts:
         return None
-    unmeasured = {"ships": False, "reasons": ["it was not measured in an engine"], "criteria": []}
+    reasons = ["it was not measured in an engine"]
+    unmeasured = {"ships": False, "reasons": reasons, "criteria": [], "use": "plain"}
     decision: dict[str, Any] = read(run, "smoke", "ship.json") or unmeasured
     return decision
 

@@ -108,6 +108,7 @@ def speculator(speculate: Row, smoke: Row, metrics: Row) -> dict[str, Any]:
     ]
     learned = [(r["tokens"], r["held_out_length"]) for r in log if "held_out_length" in r]
     acceptance = smoke.get("acceptance.json") or {}
+    own = smoke.get("mtp.json") or {}
     timed = smoke.get("speed.json") or {}
     compared = [
         Bar(label, metrics[key])
@@ -115,6 +116,7 @@ def speculator(speculate: Row, smoke: Row, metrics: Row) -> dict[str, Any]:
             ("offline estimate", "offline_acceptance_length"),
             ("engine, greedy", "acceptance_length"),
             ("engine, sampled", "acceptance_length_sampled"),
+            ("MTP, greedy", "mtp_acceptance_length"),
         )
         if key in metrics
     ]
@@ -133,13 +135,18 @@ def speculator(speculate: Row, smoke: Row, metrics: Row) -> dict[str, Any]:
         ),
         "compared": charts.columns(compared, "Acceptance length: offline estimate and engine"),
         "domains": charts.intervals(
-            [*_domain_acceptance(acceptance), *_whole_acceptance(acceptance, metrics)],
+            [
+                *_domain_acceptance(acceptance),
+                *_whole_acceptance(acceptance, metrics),
+                *_mtp_acceptance(own.get("acceptance") or {}),
+            ],
             "Acceptance length in the engine by domain, with 95% intervals",
             least=1.0,
         ),
         "speed": timed.get("rows") or [],
         "bytes": {name: timed.get(name) for name in ("draft_bytes", "target_bytes", "drafted")},
         "sampling": smoke.get("sampling.json"),
+        "mtp": own,
     }
 
 
@@ -235,6 +242,12 @@ def _whole_acceptance(acceptance: Row, metrics: Row) -> list[Interval]:
         for kind in KINDS
         if kind in acceptance and f"acceptance_length{suffixes[kind]}" in metrics
     ]
+
+
+def _mtp_acceptance(acceptance: Row) -> list[Interval]:
+    """Return a row per domain of the greedy answers that the model's own MTP layers drafted."""
+    rows = (acceptance.get("greedy") or {}).get("domains", [])
+    return [_length(f"{row['domain']}, MTP", row, row["prompts"]) for row in rows]
 
 
 def _length(label: str, row: Row, prompts: int, suffix: str = "") -> Interval:

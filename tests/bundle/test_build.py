@@ -62,7 +62,8 @@ def test_layout(make_run: MakeRun, tmp_path: Path) -> None:
 
 
 WHY = "the lower 95% bound of its acceptance length is 1, not above 1"
-STAYS_OUT = {"smoke": {"ship.json": {"ships": False, "reasons": [WHY], "criteria": []}}}
+OUT = {"ships": False, "reasons": [WHY], "criteria": [], "use": "plain", "why": ""}
+STAYS_OUT = {"smoke": {"ship.json": OUT}}
 
 
 def test_layout_without_a_speculator(make_run: MakeRun, tmp_path: Path) -> None:
@@ -77,14 +78,14 @@ def test_layout_without_a_speculator(make_run: MakeRun, tmp_path: Path) -> None:
         "serve/vllm.sh",
     }
     assert set(json.loads((bundle / "serve" / "commands.json").read_text())) == {
-        "engine", "version", "mode", "dtype", "environment", "plain",
+        "engine", "version", "mode", "dtype", "environment", "use", "plain",
     }  # fmt: skip
     said = manifest(bundle)
-    assert said["speculator"] == {"ships": False, "reasons": [WHY], "criteria": []}
+    assert said["speculator"] == OUT
     assert set(said["commands"]["serve"]) == {"plain"}
     card = (bundle / "README.md").read_text()
     assert f"**No speculator ships.** One was trained and stays out: {WHY}." in card
-    assert "--no-speculative" not in card
+    assert "--draft" not in card
     assert "eagle3" not in yaml.safe_load(card.split("---\n")[1])["tags"]
     assert WHY in (bundle / "report" / "index.html").read_text()
     verify(bundle)
@@ -97,10 +98,29 @@ def test_a_bundle_with_its_speculator_says_so(make_run: MakeRun, tmp_path: Path)
     assert manifest(bundle)["speculator"]["ships"] is True
     assert set(manifest(bundle)["commands"]["serve"]) == {"plain", "speculative"}
     card = (bundle / "README.md").read_text()
-    assert "onboard serve . --no-speculative" in card
+    assert "onboard serve . --draft none" in card
     assert "No speculator ships" not in card
     assert "Acceptance length at temperature 0.7 | 1.43, 95% interval [1.36, 1.51]" in card
     verify(bundle)
+
+
+def test_mtp_layers_that_help_more_are_served(make_run: MakeRun, tmp_path: Path) -> None:
+    good = {"ships": True, "reasons": [], "criteria": []}
+    ship = {**good, "mtp": good, "use": "mtp", "why": "acceptance length 1.4 against 2.1"}
+    argv = ["{python}", "-m", "engine", "{bundle}/checkpoint"]
+    engine = {"engine": "vllm", "version": "1", "mode": "native", "dtype": "auto"}
+    engine["commands"] = {name: [*argv, name] for name in ("plain", "speculative", "mtp")}  # type: ignore[assignment]
+    own = {"acceptance": {}, "speed": [], "head_longer": None}
+    files = {"smoke": {"ship.json": ship, "engine.json": engine, "mtp.json": own}}
+    bundle = build_bundle(make_run(files=files), tmp_path / "b")
+    commands = json.loads((bundle / "serve" / "commands.json").read_text())
+    assert commands["use"] == "mtp"
+    assert commands["mtp"][-1] == "mtp"
+    script = (bundle / "serve" / "vllm-mtp.sh").read_text()
+    assert "# Serve the checkpoint with its own MTP layers" in script
+    card = (bundle / "README.md").read_text()
+    assert "The model's own MTP layers draft by default: acceptance length 1.4 against 2.1." in card
+    assert "the MTP layers</strong>" in (bundle / "report" / "index.html").read_text()
 
 
 def test_a_speculator_that_was_not_measured_stays_out(make_run: MakeRun, tmp_path: Path) -> None:

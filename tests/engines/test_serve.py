@@ -43,7 +43,7 @@ def test_the_command_is_filled_in_and_extended(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_swordfish")
-    argv, environment = became(bundle, 8123, False, ["--seed", "1"])
+    argv, environment = became(bundle, 8123, "none", ["--seed", "1"])
     model = str(bundle.resolve() / "checkpoint")
     python = sys.executable
     assert argv == [python, "-m", "engine", "--model", model, "--port", "8123", "--seed", "1"]
@@ -53,23 +53,25 @@ def test_the_command_is_filled_in_and_extended(
 
 def test_a_bundle_without_a_speculator(bundle: Path) -> None:
     with pytest.raises(InputError, match="ships no speculator") as caught:
-        serve.serve(bundle, 8123, True, [])
-    assert caught.value.hint == f"onboard serve {bundle} --no-speculative"
+        serve.serve(bundle, 8123, "speculator", [])
+    assert caught.value.hint == f"onboard serve {bundle} --draft none"
 
 
-@pytest.mark.parametrize(("has_one", "served"), [(True, "--draft"), (False, "{port}")])
-def test_the_speculator_is_served_where_there_is_one(
-    bundle: Path, has_one: bool, served: str
+@pytest.mark.parametrize(
+    ("asked", "served"), [(None, "--own"), ("speculator", "--draft"), ("mtp", "--own")]
+)
+def test_what_the_smoke_test_chose_drafts_unless_asked(
+    bundle: Path, asked: str | None, served: str
 ) -> None:
     path = bundle / "serve" / "commands.json"
     commands = json.loads(path.read_text())
-    if has_one:
-        commands["speculative"] = [*commands["plain"], "--draft"]
-    path.write_text(json.dumps(commands))
-    argv, _ = became(bundle, 8123, None, [])
-    assert argv[-1] == served.replace("{port}", "8123")
+    commands["speculative"] = [*commands["plain"], "--draft"]
+    commands["mtp"] = [*commands["plain"], "--own"]
+    path.write_text(json.dumps({**commands, "use": "mtp"}))
+    argv, _ = became(bundle, 8123, asked, [])
+    assert argv[-1] == served
 
 
 def test_no_bundle(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no bundle of onboard.*serve/commands\.json"):
-        serve.serve(tmp_path, 8123, True, [])
+        serve.serve(tmp_path, 8123, None, [])

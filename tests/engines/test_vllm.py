@@ -50,7 +50,7 @@ def test_labels_and_values() -> None:
 
 
 def test_the_command_holds_no_path_of_this_machine() -> None:
-    argv = vllm.command(Smoke(), "cpu", family="eagle3")
+    argv = vllm.command(Smoke(), "cpu", drafter="eagle3")
     assert [part for part in argv if part.startswith("/")] == []
     config = json.loads(argv[argv.index("--speculative-config") + 1])
     assert config == {
@@ -65,17 +65,23 @@ def test_the_command_holds_no_path_of_this_machine() -> None:
     assert json.loads(filled[filled.index("--speculative-config") + 1])["model"].startswith("/b/")
 
 
+def test_the_models_own_layers_need_no_second_checkpoint() -> None:
+    argv = vllm.command(Smoke(num_speculative_tokens=2), "cuda", drafter="mtp")
+    config = json.loads(argv[argv.index("--speculative-config") + 1])
+    assert config == {"method": "mtp", "num_speculative_tokens": 2}
+
+
 @pytest.mark.parametrize("option", ["--enforce-eager", "--dtype", "--max-num-batched-tokens"])
 def test_nothing_of_the_cpu_on_a_gpu(option: str) -> None:
-    assert option in vllm.command(Smoke(), "cpu", family=None)
-    assert option not in vllm.command(Smoke(), "cuda", family=None)
+    assert option in vllm.command(Smoke(), "cpu", drafter=None)
+    assert option not in vllm.command(Smoke(), "cuda", drafter=None)
     environment = {**vllm.environment(Smoke(), "cuda", {}), **vllm.threading("cuda")}
     assert not [name for name in environment if "CPU" in name or "OMP" in name]
 
 
 def test_parsers_and_further_arguments_of_the_recipe() -> None:
     params = Smoke(tool_call_parser="hermes", reasoning_parser="qwen3", serve_args=("--x", "1"))
-    argv = vllm.command(params, "cuda", family=None)
+    argv = vllm.command(params, "cuda", drafter=None)
     assert argv[-2:] == ["--x", "1"]
     assert argv[argv.index("--tool-call-parser") + 1] == "hermes"
     assert argv[argv.index("--reasoning-parser") + 1] == "qwen3"

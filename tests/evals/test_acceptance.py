@@ -109,3 +109,27 @@ def test_where_everything_loops_there_is_nothing_to_tell() -> None:
     assert acceptance.tables(loops)["greedy"] == {
         "prompts": 0, "domains": [], "positions": [], "looped": ["loop"],
     }  # fmt: skip
+
+
+def drafted(*histogram: int, looped: bool = False) -> dict[str, Any]:
+    return {"drafts": list(histogram), "looped": looped}
+
+
+def test_two_drafters_on_the_same_prompts_by_hand() -> None:
+    """Lengths of 1 + 8/10 and 1 + 2/4; what loops with either, or drafted nothing, is left out."""
+    first = [drafted(5, 3, 1, 1), drafted(0, 0, 0, 9), drafted(0, 9), drafted(9, 0)]
+    second = [drafted(2, 2, 0, 0), drafted(9, 0, 0, 0, looped=True), drafted(0, 0), drafted(0, 0)]
+    found = acceptance.difference(first, second)
+    assert found is not None
+    assert found["prompts"] == 1
+    assert [found[k] for k in ("value", "lo", "hi")] == pytest.approx([0.3] * 3)
+    assert acceptance.difference(first[1:], second[1:]) is None
+
+
+def test_pairs_are_drawn_together() -> None:
+    """Easy and hard prompts differ much more than the two drafters do on each."""
+    first = [drafted(0, 0, 0, 8), drafted(8, 1, 0, 0)] * 20
+    second = [drafted(0, 0, 1, 7), drafted(9, 0, 0, 0)] * 20
+    found = acceptance.difference(first, second)
+    assert found is not None
+    assert 0 < found["lo"] < found["value"] < found["hi"] < 0.2

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from onboard.evals.ship import decide
+from onboard.evals.ship import decide, decide_mtp, prefer
 from onboard.recipe import ShipsIf, Smoke
 
 GOOD = {"acceptance_length_lo": 1.5, "speedup_1": 1.2, "speedup_4": 0.9}
@@ -73,3 +73,34 @@ def test_what_was_not_judged_says_so() -> None:
     assert speed["met"] is None
     assert speed["measured"] == 1.2
     assert "emulated" in speed["says"]
+
+
+@pytest.mark.parametrize(
+    ("change", "ships"),
+    [({}, True), ({"divergences": 1}, False), ({"acceptance_length_lo": 1.0}, False)],
+)
+def test_mtp_layers_must_agree_with_the_target_too(change: dict[str, float], ships: bool) -> None:
+    found = decide_mtp(Smoke(), GOOD | {"divergences": 0} | change, True, None)
+    assert found["ships"] is ships
+    assert len(found["reasons"]) == (not ships)
+
+
+@pytest.mark.parametrize(
+    ("head", "mtp", "native", "use"),
+    [
+        (True, True, False, "mtp"),  # the longer acceptance
+        (True, True, True, "speculative"),  # the faster
+        (False, True, True, "mtp"),
+        (True, False, False, "speculative"),
+        (False, False, True, "plain"),
+        (True, None, True, "speculative"),
+        (False, None, True, "plain"),
+    ],
+)
+def test_what_drafts_by_default(head: bool, mtp: bool | None, native: bool, use: str) -> None:
+    decision: dict[str, Any] = {"ships": head}
+    if mtp is not None:
+        decision["mtp"] = {"ships": mtp}
+    measured = {"speedup_1": 1.5, "acceptance_length": 1.5}
+    measured |= {"mtp_speedup_1": 1.4, "mtp_acceptance_length": 2.0}
+    assert prefer(Smoke(), decision, measured, native)["use"] == use

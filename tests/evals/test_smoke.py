@@ -11,7 +11,7 @@ from onboard.engines import server
 from onboard.engines.client import Exchange
 from onboard.engines.environment import Engine
 from onboard.errors import EnvironmentFault, InputError
-from onboard.evals import smoke
+from onboard.evals import results, smoke
 from onboard.recipe import Smoke
 
 PROMPT = {"id": "p", "domain": "chat", "messages": [{"role": "user", "content": "Hi"}], "ids": [1]}
@@ -30,7 +30,7 @@ def answer(ids: list[int], loop: str | None = None, histogram: Any = (2, 1)) -> 
 
 def row(plain: list[int], fast: list[int], loop: str | None = None, **more: Any) -> dict[str, Any]:
     fast_answer = answer(fast, loop, **more)
-    return smoke.sample(PROMPT, answer(plain), answer(plain), fast_answer, fast_answer)
+    return results.sample(PROMPT, answer(plain), answer(plain), fast_answer, fast_answer)
 
 
 def phase(rows: int) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def test_numbers_of_a_small_run() -> None:
         row([1, 2, 3], [1, 2, 4]),  # out of nowhere
         row([7, 7, 7], [7, 7, 7], loop="token 7", histogram=[0, 9]),
     ]
-    found = smoke.metrics(phase(4), phase(4), samples)
+    found = results.metrics(phase(4), phase(4), samples)
     assert [s["agreement"] for s in samples] == ["equal", "near-tie", "diverged", "equal"]
     assert samples[1]["position"] == 1
     assert samples[1]["gap"] == pytest.approx(0.1)
@@ -61,7 +61,7 @@ def test_numbers_of_a_small_run() -> None:
 
 
 def test_where_everything_loops_there_is_no_acceptance_to_pass_a_gate() -> None:
-    found = smoke.metrics(phase(1), phase(1), [row([7], [7], loop="token 7")])
+    found = results.metrics(phase(1), phase(1), [row([7], [7], loop="token 7")])
     assert "acceptance_length" not in found
     assert found["looped_excluded"] == 1
     assert found["looped_excluded_sampled"] == 1
@@ -70,12 +70,12 @@ def test_where_everything_loops_there_is_no_acceptance_to_pass_a_gate() -> None:
 def test_the_users_own_traffic_is_counted_and_not_shown() -> None:
     said = {**answer([1, 2], loop="word 'secret' 4 times in a row"), "text": "a secret"}
     prompt = {**PROMPT, "messages": [{"role": "user", "content": "my secret"}]}
-    shown = smoke.sample(prompt, said, said, said, said)
-    private = smoke.sample({**prompt, "private": True}, said, said, said, said)
+    shown = results.sample(prompt, said, said, said, said)
+    private = results.sample({**prompt, "private": True}, said, said, said, said)
     assert "secret" in shown["prompt"]
     assert "secret" not in json.dumps(private)
     assert private["looped"]
-    counted = [smoke.metrics(phase(1), phase(1), [row]) for row in (shown, private)]
+    counted = [results.metrics(phase(1), phase(1), [row]) for row in (shown, private)]
     assert counted[0] == counted[1]
 
 
@@ -143,9 +143,10 @@ def test_a_speculator_that_does_nothing_or_miscounts(
     before = COUNTERS.format(drafts=5, accepted=2)
     after = COUNTERS.format(drafts=5 + drafts, accepted=2 + accepted)
     with pytest.raises(EnvironmentFault, match=complaint):
-        smoke.measure_speculative(
+        smoke.measure_drafting(
             bench.job("smoke", Smoke()),
             Recorded([before, after]),  # type: ignore[arg-type]
+            "speculative",
             [PROMPT],
         )
 
@@ -225,7 +226,7 @@ def measured(bench: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any
     job = bench.job("smoke", PARAMS)
     engines = Scripted(False), Scripted(True)
     plain = smoke.measure_plain(job, engines[0], PROMPTS)  # type: ignore[arg-type]
-    fast = smoke.measure_speculative(job, engines[1], PROMPTS)  # type: ignore[arg-type]
+    fast = smoke.measure_drafting(job, engines[1], "speculative", PROMPTS)  # type: ignore[arg-type]
     return plain, fast, *engines
 
 
@@ -295,7 +296,9 @@ def tensors(path: Path, **shapes: Sequence[int]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
 
 
-def test_what_the_stage_writes(measured: Any, bench: Any) -> None:
+@pytest.fixture
+def writing(measured: Any, bench: Any) -> Any:
+    """Return a function that writes what was measured, the MTP phase's row with it, if any."""
     plain, fast, _, _ = measured
     for side in (plain, fast):
         side |= {"modes": ["cpu-emulation"], "threads": "1", "startup_seconds": 1.0}
@@ -312,29 +315,80 @@ def test_what_the_stage_writes(measured: Any, bench: Any) -> None:
     draft = bench.artifacts["speculate"].path / "vllm" / "model.safetensors"
     tensors(draft, embed_tokens__weight=(10, 4), fc__weight=(8, 4))
     (draft.parent / "config.json").write_text('{"speculators_model_type": "eagle3"}')
-    job = bench.job("smoke", PARAMS, again=True)
-    for name in ("plain", "speculative"):
-        (job.scratch / f"{name}.log").write_text("ready")
-    said = (side[kind] for side in (plain, fast) for kind in ("greedy", "sampled"))
-    samples = [smoke.sample(*rows) for rows in zip(PROMPTS, *said, strict=True)]
     engine = Engine("vllm", "0.32.0", Path("python"))
-    commands = {"plain": ["a"], "speculative": ["b"]}
-    smoke._write(job, engine, {}, commands, plain, fast, samples)
+    served = results.Served(engine, {}, {"plain": ["a"], "speculative": ["b"], "mtp": ["c"]})
 
-    found = json.loads((job.out / "metrics.json").read_text())
+    def write(mtp: dict[str, Any] | None = None) -> Path:
+        job = bench.job("smoke", PARAMS, again=True)
+        phases = {"plain": plain, "speculative": fast} | ({} if mtp is None else {"mtp": mtp})
+        results.write(job, served, phases, PROMPTS)
+        return Path(job.out)
+
+    return write
+
+
+def test_what_the_stage_writes(writing: Any) -> None:
+    out = writing()
+    found = json.loads((out / "metrics.json").read_text())
     assert found["acceptance_length"] == found["acceptance_length_sampled"] == 3.0
     # 3 tokens a step; drafting one reads 64 bytes of 320 (the embedding is the output head too).
     assert found["speedup_expected_1"] == found["speedup_expected_4"] == pytest.approx(3 / 1.6)
     assert found["sampling_p_value"] == 1.0
     assert found["sampling_power"] == 0.0  # three answers of one mind show nothing
     assert all(isinstance(value, int | float) for value in found.values())
-    ship = json.loads((job.out / "ship.json").read_text())
+    ship = json.loads((out / "ship.json").read_text())
     assert ship["ships"] is True
+    assert ship["use"] == "speculative"
     assert [criterion["met"] for criterion in ship["criteria"]] == [True, None]
-    timed = json.loads((job.out / "speed.json").read_text())
+    timed = json.loads((out / "speed.json").read_text())
     assert (timed["draft_bytes"], timed["target_bytes"], timed["drafted"]) == (64, 320, 3)
-    facts = json.loads((job.out / "engine.json").read_text())
+    facts = json.loads((out / "engine.json").read_text())
     assert set(facts["commands"]) == {"plain", "speculative"}
-    assert "--speculative-config" not in facts["commands"]["plain"]
-    rows = (job.out / "samples.jsonl").read_text().splitlines()
+    rows = (out / "samples.jsonl").read_text().splitlines()
     assert json.loads(rows[0])["drafts_sampled"] == [0, 0, 1, 0]
+    assert not (out / "mtp.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("histogram", "length", "use"), [((0, 0, 0, 1), 4.0, "mtp"), ((0, 1, 0, 0), 2.0, "speculative")]
+)
+def test_mtp_layers_are_measured_beside_the_head(
+    measured: Any, writing: Any, histogram: tuple[int, ...], length: float, use: str
+) -> None:
+    _, fast, _, _ = measured
+    rows = {
+        kind: [{**row, "histogram": list(histogram)} for row in fast[kind]]
+        for kind in ("greedy", "sampled")
+    }
+    own = {**fast, **rows, "modes": ["cpu-emulation"], "threads": "1", "startup_seconds": 1.0}
+    out = writing(own)
+    found = json.loads((out / "metrics.json").read_text())
+    assert found["mtp_acceptance_length"] == length
+    assert found["mtp_divergences"] == 0
+    content = json.loads((out / "mtp.json").read_text())
+    gap = 3.0 - length
+    assert content["head_longer"] == {"value": gap, "lo": gap, "hi": gap, "prompts": 3}
+    assert [row["concurrency"] for row in content["speed"]] == [1, 4]
+    ship = json.loads((out / "ship.json").read_text())
+    assert (ship["ships"], ship["mtp"]["ships"], ship["use"]) == (True, True, use)
+    assert "mtp" in json.loads((out / "engine.json").read_text())["commands"]
+
+
+def test_mtp_layers_that_the_engine_cannot_run_are_a_result(writing: Any) -> None:
+    out = writing({"failed": "NotImplementedError: not here"})
+    assert json.loads((out / "mtp.json").read_text()) == {"failed": "NotImplementedError: not here"}
+    ship = json.loads((out / "ship.json").read_text())
+    assert ship["mtp"]["reasons"] == ["the engine does not run it: NotImplementedError: not here"]
+    assert (ship["mtp"]["ships"], ship["use"]) == (False, "speculative")
+    assert "mtp" not in json.loads((out / "engine.json").read_text())["commands"]
+    assert "mtp_divergences" not in json.loads((out / "metrics.json").read_text())
+
+
+def test_a_phase_that_fails_is_told(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise EnvironmentFault("the engine ended\nTraceback: much more")
+
+    monkeypatch.setattr(smoke, "phase", fails)
+    found = smoke.attempt(bench.job("smoke", PARAMS), "mtp", fails, fails)  # type: ignore[arg-type]
+    assert found == {"failed": "the engine ended"}
+    assert bench.warnings == ["the engine does not run the model's MTP layers: the engine ended"]

@@ -567,7 +567,8 @@ def _smoke(out: Path, rng: random.Random) -> None:
             "says": "speed was not judged: the engine emulated the checkpoint, or ran on a CPU",
         },
     ]  # fmt: skip
-    write_json(out / "ship.json", {"ships": True, "reasons": [], "criteria": criteria})
+    decision = {"ships": True, "reasons": [], "criteria": criteria}
+    write_json(out / "ship.json", {**decision, "use": "speculative", "why": "nothing else ships"})
     write_json(
         out / "sampling.json",
         {
