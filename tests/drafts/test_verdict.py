@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.drafts.study import SEEDS, longer
 from tests.drafts.verdict import difference, length, shortfalls
 
 
@@ -53,3 +54,12 @@ def test_all_holds() -> None:
 )
 def test_what_falls_short_is_said(changes: dict[str, Any], said: str) -> None:
     assert any(said in one for one in shortfalls(results(**changes)))
+
+
+def test_feature_sources_by_hand() -> None:
+    """Lengths of 2 and 1.5 with every seed; the prompt that loops with one draft is in none."""
+    source = [row(0, 4, 0, 0), row(0, 4, 0, 0), row(9, 0, 0, 0)]
+    quantize = [row(2, 2, 0, 0), row(2, 2, 0, 0), row(0, 0, 0, 9, looped=True)]
+    drafts = {f"source-{seed}": {"prompts": source} for seed in SEEDS}
+    drafts |= {f"quantize-{seed}": {"prompts": quantize} for seed in SEEDS}
+    assert longer(drafts) == pytest.approx((0.5, 0.5, 0.5))
