@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -147,6 +148,7 @@ class Bench:
         if done.exists():
             self.artifacts[stage] = commit(self.folder / stage)
             return
+        shutil.rmtree(self.folder / stage, ignore_errors=True)  # of a run that was stopped
         self.run(stage, function, section)
         done.touch()
 

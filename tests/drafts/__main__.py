@@ -56,9 +56,9 @@ def peer(results: Results, stand: Stand) -> None:
         results.keep("peer", {"failed": reason})
         return
     meta = json.loads((folder / "meta.json").read_text())
-    prompts = engine.accepted(stand, folder / "draft", folder / "bundle")
     speed = meta["tokens"] / meta["seconds"]
-    results.keep("peer", {**meta, "tokens_per_s": speed, "prompts": prompts})
+    found = engine.accepted(stand, folder / "exports")
+    results.keep("peer", {**meta, "tokens_per_s": speed, **found})
 
 
 def _run(command: Sequence[str], folder: Path) -> str | None:
@@ -93,7 +93,7 @@ def main(out: Path) -> None:
     stand = Stand.of("smollm2-135m", out / "stand")
     trial(results, stand, "ours", stand.features.path, PARAMS)
     peer(results, stand)
-    trial(results, stand, "long", stand.features.path, long_params(results))
+    trial(results, stand, "long", stand.features.path, long_params(results), engine.smoked)
     long = results.drafts["long"]
     for row in long["curve"]:
         print(f"{row['tokens']:9} tokens  estimated acceptance {row['held_out_length']:.3f}")
@@ -101,6 +101,7 @@ def main(out: Path) -> None:
         rows = [p for p in long["prompts"] if p["domain"] == domain]
         found, lo, hi = verdict.length(rows)
         print(f"{domain:9} acceptance {found:.3f} [{lo:.3f}, {hi:.3f}] of {len(rows)} prompts")
+    print(", ".join(f"{name} {long['smoke'][name]:.4g}" for name in verdict.LOSSLESS))
     print(f"{(time.monotonic() - began) / 60:.0f} minutes; {results.file}")
     fails = verdict.shortfalls(json.loads(results.file.read_text()))
     print("FAIL: " + "; ".join(fails) if fails else "PASS")

@@ -119,7 +119,7 @@ def train(work: dict[str, Any]) -> dict[str, Any]:
     for epoch in range(settings["epochs"]):
         own.train_epoch(epoch)
     seconds = time.monotonic() - began
-    draft.save_pretrained(out / "draft")
+    draft.save_pretrained(out / "exports" / "vllm")
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
     judged = sum(int(batch["loss_mask"].sum()) for batch in batches) * settings["epochs"]
     return {

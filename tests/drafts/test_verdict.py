@@ -28,14 +28,26 @@ def test_difference_leaves_out_what_loops_with_either() -> None:
     assert difference(first, second) == (1, 1, 1)
 
 
+LOSSLESS = {"prompts": 60, "divergences": 0, "sampling_p_value": 0.4, "sampling_power": 0.99}
+
+
 def results(**changes: Any) -> dict[str, Any]:
     good = [row(1, 1, 1, 1), row(1, 1, 1, 1, domain="math")]  # 2.5
     drafts = {
-        "long": {"prompts": good, "seconds": 1000.0},
+        "long": {"prompts": good, "seconds": 1000.0, "smoke": LOSSLESS},
         "ours": {"prompts": good, "tokens_per_s": 160.0},
         "peer": {"prompts": good, "tokens_per_s": 100.0},
     }
     return {"drafts": {**drafts, **changes}}
+
+
+def long(**changes: Any) -> dict[str, Any]:
+    """Return results whose long training has one thing otherwise."""
+    row_ = results()["drafts"]["long"]
+    smoke = row_["smoke"] | {k: v for k, v in changes.items() if k in LOSSLESS and k != "prompts"}
+    if isinstance(changes.get("prompts"), int):
+        smoke["prompts"] = changes.pop("prompts")
+    return {"long": row_ | changes | {"smoke": smoke}}
 
 
 def test_all_holds() -> None:
@@ -45,8 +57,12 @@ def test_all_holds() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"long": {"prompts": [row(1, 1, 0, 0)], "seconds": 1000.0}}, "on code is 1.500"),
-        ({"long": {"prompts": [row(1, 1, 1, 1)], "seconds": 1600.0}}, "took 26.7 minutes"),
+        (long(prompts=[row(1, 1, 0, 0)]), "on code is 1.500"),
+        (long(seconds=1600.0), "took 26.7 minutes"),
+        (long(prompts=40), "40 greedy answers compared"),
+        (long(divergences=2), "2 greedy answers are not"),
+        (long(sampling_p_value=1e-4), "sampled tokens differ with p = 0.0001"),
+        (long(sampling_power=0.5), "power 0.50, not 0.9"),
         ({"peer": {"failed": "no"}}, "no result of the peer"),
         ({"peer": {"prompts": [row(0, 0, 0, 1)] * 2, "tokens_per_s": 1.0}}, "acceptance is -1.500"),
         ({"ours": {"prompts": [row(1, 1, 1, 1)] * 2, "tokens_per_s": 140.0}}, "1.40 times"),

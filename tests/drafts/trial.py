@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,14 @@ class Results:
               f"{found:.3f} [{lo:.3f}, {hi:.3f}]", flush=True)  # fmt: skip
 
 
-def trial(results: Results, stand: Stand, name: str, features: Path, params: Speculate) -> None:
+def trial(
+    results: Results,
+    stand: Stand,
+    name: str,
+    features: Path,
+    params: Speculate,
+    measure: Callable[[Stand, Path], dict[str, Any]] = engine.accepted,
+) -> None:
     """Train a draft of ours on a folder of features and let the engine use it, unless it did."""
     if name in results.drafts:
         return
@@ -58,5 +66,5 @@ def trial(results: Results, stand: Stand, name: str, features: Path, params: Spe
         "tokens_per_s": log[-1]["tokens"] / seconds,
         "parameters": work.metrics["draft_parameters"],
         "curve": [row for row in log if "held_out_length" in row],
-        "prompts": engine.accepted(stand, work.folder / "vllm", folder / "bundle"),
+        **measure(stand, work.folder),
     })  # fmt: skip

@@ -12,6 +12,9 @@ RESAMPLES = 4000
 CODE, ALL = 1.9, 1.7  # acceptance lengths to reach with three drafted tokens
 SPEED = 1.5  # our tokens per second over the peer's
 MINUTES = 25  # of training
+PROMPTS = 50  # whose greedy answers are compared, at least
+P_VALUE, POWER = 0.001, 0.9  # of the test that sampled tokens are the target's
+LOSSLESS = ("prompts", "divergences", "exempt", "sampling_p_value", "sampling_power")
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -70,6 +73,7 @@ def shortfalls(results: Mapping[str, Any]) -> list[str]:
                 )
         if long["seconds"] > 60 * MINUTES:
             said.append(f"training took {long['seconds'] / 60:.1f} minutes, at most {MINUTES}")
+        said += _changes(long["smoke"])
     if ours is None or peer is None or "prompts" not in peer:
         return [*said, "no result of the peer beside ours"]
     gain, lo, hi = difference(ours["prompts"], peer["prompts"])
@@ -80,4 +84,18 @@ def shortfalls(results: Mapping[str, Any]) -> list[str]:
         said.append(
             f"training makes {ratio:.2f} times the peer's tokens per second, at least {SPEED}"
         )
+    return said
+
+
+def _changes(smoke: Mapping[str, float]) -> list[str]:
+    """Return how drafting changes answers, or why that was not seen well enough."""
+    said = []
+    if smoke["prompts"] < PROMPTS:
+        said.append(f"{smoke['prompts']:g} greedy answers compared, at least {PROMPTS}")
+    if smoke["divergences"]:
+        said.append(f"{smoke['divergences']:g} greedy answers are not the target's")
+    if smoke["sampling_p_value"] < P_VALUE:
+        said.append(f"sampled tokens differ with p = {smoke['sampling_p_value']:.2g}")
+    if smoke["sampling_power"] < POWER:
+        said.append(f"the test of sampling has power {smoke['sampling_power']:.2f}, not {POWER}")
     return said
