@@ -68,6 +68,7 @@ study-features: install  ## drafts on the source's states and the quantized targ
 .venv-speculators/installed: Makefile
 	$(PYTHON) -m venv .venv-speculators
 	.venv-speculators/bin/$(PIP) torch==2.13.0 speculators==0.9.0
+	$(if $(CUDA),,.venv-speculators/bin/pip uninstall --quiet --yes torchvision torchaudio)
 	@touch $@
 
 .venv-peers/installed: Makefile

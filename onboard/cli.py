@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal
 
 import typer
@@ -246,21 +248,45 @@ def serve(
 
 def main() -> None:
     """Run the command line; turn every failure into one message and a stable exit code."""
+    interrupts = _noted_interrupts()
     try:
         code = app(standalone_mode=False)
-    except OnboardError as e:
-        code = _fail(e.as_dict())
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
-    except TyperException as e:
-        code = _fail({"kind": "input", "message": str(e), "hint": "onboard --help", "exit_code": 2})
     except Exception as e:
-        if os.environ.get("ONBOARD_DEBUG") == "1":
-            raise
-        message = f"bug in onboard: {type(e).__name__}: {e}"
-        hint = "set ONBOARD_DEBUG=1 for the traceback and report it"
-        code = _fail({"kind": "bug", "message": message, "hint": hint, "exit_code": 1})
+        # A package that is interrupted while it is imported may say that it cannot be imported.
+        code = INTERRUPTED if interrupts else _explained(e)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is decided stands, however long exit takes
     sys.exit(code)
+
+
+def _noted_interrupts() -> list[int]:
+    """Return a list that every SIGINT from now on is added to, beside raising KeyboardInterrupt."""
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    return interrupts
+
+
+def _explained(error: Exception) -> int:
+    """Say what went wrong; return the exit code."""
+    if isinstance(error, OnboardError):
+        return _fail(error.as_dict())
+    said = {"kind": "input", "message": str(error), "hint": "onboard --help", "exit_code": 2}
+    if not isinstance(error, TyperException):
+        if os.environ.get("ONBOARD_DEBUG") == "1":
+            raise error
+        said |= {
+            "kind": "bug",
+            "message": f"bug in onboard: {type(error).__name__}: {error}",
+            "hint": "set ONBOARD_DEBUG=1 for the traceback and report it",
+            "exit_code": 1,
+        }
+    return _fail(said)
 
 
 def _fail(error: dict[str, Any]) -> int:

@@ -102,3 +102,31 @@ def test_an_interrupted_run_is_exit_130(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
+
+
+@pytest.mark.parametrize(("swallowed", "code"), [(True, 130), (False, 0)])
+def test_an_interrupt_that_something_else_swallows(swallowed: bool, code: int) -> None:
+    """A package interrupted while it is imported says it cannot be; at exit it is too late."""
+    script = f"""
+import atexit, os, signal, time
+from onboard import cli
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+
+def app(standalone_mode):
+    if not {swallowed}:
+        return 0
+    try:
+        interrupt()
+    except KeyboardInterrupt:
+        raise ImportError("half of it")
+
+atexit.register(interrupt)
+cli.app = app
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stderr == b""

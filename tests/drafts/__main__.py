@@ -35,7 +35,7 @@ BUDGET = 0.92 * 60 * verdict.MINUTES  # seconds that the long training is sized 
 
 def peer(results: Results, stand: Stand) -> None:
     """The same with the peer's trainer, in its own environment."""
-    if "peer" in results.drafts:
+    if "prompts" in results.drafts.get("peer", {}):
         return
     folder = results.out / "peer"
     folder.mkdir(exist_ok=True)

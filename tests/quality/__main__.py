@@ -94,6 +94,7 @@ class Model:
         """Add the points of peers, unless they are there; those run at once share the cores."""
         ids = ours.calibration_file(self.shop)
         asked = [p for p in peers.selected(patterns) if not self.bench.has(self.name, p.name)]
+        asked.sort(key=lambda peer: -peer.timeout)  # no core idles while the longest ends
         out = self.bench.out / self.name / "peers"
 
         def run(peer: peers.Peer) -> peers.Outcome:

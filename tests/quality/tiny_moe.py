@@ -23,7 +23,7 @@ from torch import Tensor
 
 from onboard.data import readers
 
-VOCABULARY, CONTEXT, BATCH, STEPS = 4096, 256, 16, 360
+VOCABULARY, CONTEXT, BATCH, STEPS = 4096, 256, 16, 240
 BALANCE = 1e-2  # of the load-balancing loss
 LEARNING_RATE, WARMUP = 3e-3, 50
 HELD_OUT = 20  # every twentieth document
