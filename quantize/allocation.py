@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from onboard.errors import InputError
 
 BITS = {"nvfp4": 4.5, "fp8": 8.0, "bf16": 16.0}  # a weight, with its share of a block scale
-SCALE_BYTES = {"nvfp4": 4, "fp8": 4, "bf16": 0}  # of a matrix: its one fp32 scale
+SCALE_BYTES = {"nvfp4": 8, "fp8": 8, "bf16": 0}  # of a matrix: an fp32 scale, and its inputs'
 FORMATS = tuple(BITS)  # from small to large
 MEASUREMENTS = 8  # of the joint KL at most, on the way to a `kl_max`
 
@@ -47,7 +47,7 @@ class Unit:
         return self.parameters * BITS[format]
 
     def bytes(self, format: str) -> int:
-        """Return what it takes on disk, fp32 scales included."""
+        """Return what it takes on disk, fp32 scales included (W4A16 has none of inputs)."""
         return math.ceil(self.bits(format) / 8) + len(self.modules) * SCALE_BYTES[format]
 
 

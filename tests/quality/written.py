@@ -17,7 +17,8 @@ from torch import Tensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BLOCK = 16
-SCALES = ("weight_scale", "weight_scale_2", "weight_global_scale", "pre_quant_scale")
+SCALES = ("weight_scale", "weight_scale_2", "weight_global_scale", "pre_quant_scale",
+          "input_scale", "input_global_scale")  # fmt: skip
 
 
 @dataclass(frozen=True)
