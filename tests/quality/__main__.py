@@ -75,12 +75,8 @@ class Model:
         return self._reference
 
     def measured(self, candidate: Candidate) -> dict[str, Any]:
-        """Return what an engine computes, and the KL of the weights alone where that differs."""
         found = self.reference.measure(candidate)
-        row = {"kl": found.kl, "accuracy": found.accuracy}
-        if candidate.input_scales:
-            row["weights_kl"] = self.reference.measure(Candidate(candidate.weights)).kl
-        return row
+        return {"kl": found.kl, "accuracy": found.accuracy}
 
     def ours(self, name: str, method: str, beside: str | None = None, **params: Any) -> None:
         """Add a point of ours, unless it is there."""
@@ -185,9 +181,9 @@ def mixture(bench: Bench) -> None:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Return the points of all models, a line each; `weights` is the KL with inputs left alone."""
+    """Return the points of all models, a line each."""
     lines = [f"{'model':11} {'point':34} {'KL':>7} {'95% interval':>17} {'bits':>6} "
-             f"{'seconds':>8} {'select':>7} {'weights':>7}"]  # fmt: skip
+             f"{'seconds':>8} {'select':>7}"]  # fmt: skip
     for model, points in results["models"].items():
         weights = points["ours/rtn-w4a16"]["bytes"] / BITS["nvfp4"]
         for name, point in sorted(points.items(), key=lambda kv: kv[1].get("group", "")):
@@ -198,9 +194,8 @@ def table(results: Mapping[str, Any]) -> str:
             chosen = point["select_seconds"]
             select = "" if chosen is None else f"{chosen:.0f}"
             bits, seconds = point["bytes"] / weights, point["seconds"]
-            alone = f"{np.mean(point['weights_kl']):.4f}" if "weights_kl" in point else ""
             lines.append(f"{model:11} {name:34} {mean:7.4f} [{lo:.4f}, {hi:.4f}] "
-                         f"{bits:6.2f} {seconds:8.0f} {select:>7} {alone:>7}")  # fmt: skip
+                         f"{bits:6.2f} {seconds:8.0f} {select:>7}")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from tests.quality.measure import Candidate
 DOCUMENTS = {
     "calibration_documents": 64,
     "selection_documents": 24,
-    "evaluation_documents": 40,
+    "evaluation_documents": 24,
     "distillation_documents": 256,
     "training_prompts": 1,
     "evaluation_prompts": 1,
