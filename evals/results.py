@@ -57,7 +57,7 @@ def write(
         write_json(job.out / "sampling.json", compared.as_dict())
     native = vllm.runs_natively(device_kind(), plain["modes"])
     decision = ship.decide(job.params, found, native)
-    if own := phases.get("mtp"):
+    if own := phases.get(vllm.MTP):
         content, measured = _mtp(own, plain, prompts, samples)
         decision["mtp"] = ship.decide_mtp(job.params, measured, native, own.get("failed"))
         found |= {f"mtp_{name}": value for name, value in measured.items()}

@@ -20,6 +20,7 @@ from onboard.checkpoint.assemble import assemble
 from onboard.engines import server, vllm
 from onboard.engines.client import Client
 from onboard.engines.environment import Engine, find
+from onboard.engines.vllm import MTP
 from onboard.errors import EnvironmentFault, InputError
 from onboard.evals import answers, probes, results, sampling, speed
 from onboard.evals.acceptance import Drafts
@@ -31,7 +32,6 @@ from onboard.store import write_json
 Row = dict[str, Any]
 Commands = dict[str, list[str]]  # by phase: "plain", "speculative" and perhaps "mtp"
 
-MTP = "mtp"  # the phase in which the model's own layers draft
 DRAFT = Path("speculator/vllm")  # within a bundle
 
 NEUTRAL = (1, 2, 3, 4, 5, 6, 7, 8)  # token ids to probe with where every prompt is private
@@ -110,7 +110,7 @@ def has_mtp(job: Job[Smoke]) -> bool:
 def commands_of(params: Smoke, bundle: Path, mtp: bool) -> Commands:
     """Return the commands that ship: without a speculator, with that of a laid-out bundle, MTP."""
     family = json.loads((bundle / DRAFT / "config.json").read_text())["speculators_model_type"]
-    drafters = {"plain": None, "speculative": family} | ({MTP: vllm.MTP} if mtp else {})
+    drafters = {"plain": None, "speculative": family} | ({MTP: MTP} if mtp else {})
     return {name: vllm.command(params, device_kind(), each) for name, each in drafters.items()}
 
 
