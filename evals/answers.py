@@ -55,11 +55,16 @@ def ask(
     return [_answer(exchange) for exchange in exchanges], seconds
 
 
-def _answer(exchange: Exchange) -> Row:
+def _body(exchange: Exchange) -> Row:
     try:
-        body = exchange.json
+        body: Row = exchange.json
     except ValueError as e:
         raise EnvironmentFault(f"the engine failed on an evaluation prompt: {e}") from e
+    return body
+
+
+def _answer(exchange: Exchange) -> Row:
+    body = _body(exchange)
     choice = body["choices"][0]
     speculation = (body.get("metrics") or {}).get("speculative_decoding") or {}
     return {
@@ -72,6 +77,32 @@ def _answer(exchange: Exchange) -> Row:
         ],
         "histogram": speculation.get("acceptance_histogram", []),
     }
+
+
+def read_again(
+    client: Client,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Row],
+    width: int,
+    finished: Callable[[int], None],
+) -> list[list[dict[str, float]]]:
+    """Let the engine read its answers in one piece each, as it reads a prompt.
+
+    Returns per answer `candidates` as `ask` does, of all its positions but the last.
+    """
+    requests = [
+        {**request([*ids, *row["ids"][:-1]], max_tokens=1), "prompt_logprobs": CANDIDATES}
+        for ids, row in zip(prompts, answers, strict=True)
+    ]
+    finished(0)
+    exchanges = client.post_all(COMPLETIONS, requests, width, finished)
+    return [
+        [
+            {token: entry["logprob"] for token, entry in top.items()}
+            for top in _body(exchange)["choices"][0]["prompt_logprobs"][len(ids) :]
+        ]
+        for ids, exchange in zip(prompts, exchanges, strict=True)
+    ]
 
 
 def mark_loops(client: Client, answers: Sequence[Row]) -> None:

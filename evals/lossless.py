@@ -1,7 +1,9 @@
 """Does speculation change what the target says? Greedy outputs with and without it, compared.
 
 Temperature 0 is not deterministic across batch shapes, so a first difference only counts where the
-target had a clear preference.
+target had a clear preference. How clear it must be is measured on the engine itself: where inputs
+are rounded to 4 bits, the last bit of a sum can move one by a whole step, and what the plain engine
+thinks of a token then changes by 1 or 2 nats from one batch shape to another.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 NEAR_TIE_NATS = 0.15
+
+Candidates = Mapping[int, float]  # token id -> log-probability in nats (fp32)
 
 
 @dataclass(frozen=True)
@@ -22,15 +26,58 @@ class Agreement:
     gap: float | None = None
 
 
+@dataclass(frozen=True)
+class Noise:
+    """By how much an engine without a speculator contradicts itself in another batch shape.
+
+    `nats` is the most that a chosen token's lead over the runner-up changed, `changed` the number
+    of answers in which another token would have been chosen somewhere.
+    """
+
+    nats: float
+    changed: int
+
+    @property
+    def near_tie(self) -> float:
+        """Return how far behind a token may be, in nats, to count as a tie with the best."""
+        return max(NEAR_TIE_NATS, self.nats)
+
+
+def noise(answers: Sequence[Sequence[int]], *readings: Sequence[Sequence[Candidates]]) -> Noise:
+    """Compare two `readings` of the same answers, the first that in which they were chosen.
+
+    A reading holds per answer and position the top tokens; a second one may lack last positions.
+    A token that it lacks was at most as likely as the least likely one it holds.
+    """
+    nats, changed = 0.0, 0
+    for ids, first, again in zip(answers, *readings, strict=True):
+        for token, before, after in zip(ids, first, again, strict=False):
+            rival = max((t for t in before if t != token), key=before.__getitem__, default=token)
+            nats = max(nats, abs(_lead(before, token, rival) - _lead(after, token, rival)))
+        changed += any(
+            token != max(after, key=after.__getitem__)
+            for token, after in zip(ids, again, strict=False)
+        )
+    return Noise(nats, changed)
+
+
+def _lead(top: Candidates, token: int, rival: int) -> float:
+    least = min(top.values())
+    return top.get(token, least) - top.get(rival, least)
+
+
 def compare(
-    plain: Sequence[int], candidates: Sequence[Mapping[int, float]], other: Sequence[int]
+    plain: Sequence[int],
+    candidates: Sequence[Candidates],
+    other: Sequence[int],
+    near_tie: float = NEAR_TIE_NATS,
 ) -> Agreement:
     """Judge `other` by what the plain run thought at the first token where they differ.
 
-    `candidates` holds the plain run's top tokens at each position, id -> log-probability in nats
-    (fp32), the chosen one among them. A difference is a near-tie where the token that the other
-    run took is at most 0.15 nats behind the best one, which is stricter than asking whether any
-    second token is. One output ending before the other is a difference too.
+    `candidates` holds the plain run's top tokens at each position, the chosen one among them. A
+    difference is a near-tie where the token that the other run took is at most `near_tie` nats
+    behind the best one, which is stricter than asking whether any second token is. One output
+    ending before the other is a difference too.
     """
     position = next(
         (i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b),
@@ -45,4 +92,4 @@ def compare(
     if taken is None:
         return Agreement("diverged", position)
     gap = max(top.values()) - taken
-    return Agreement("near-tie" if gap <= NEAR_TIE_NATS else "diverged", position, gap)
+    return Agreement("near-tie" if gap <= near_tie else "diverged", position, gap)

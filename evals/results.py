@@ -15,7 +15,7 @@ from onboard.checkpoint.headers import read_headers
 from onboard.engines import vllm
 from onboard.engines.environment import Engine
 from onboard.evals import acceptance, roofline, sampling, ship, speed
-from onboard.evals.lossless import Agreement, compare
+from onboard.evals.lossless import NEAR_TIE_NATS, Agreement, Noise, compare, noise
 from onboard.hardware import device_kind
 from onboard.pipeline import Job
 from onboard.recipe import Smoke
@@ -76,20 +76,39 @@ def write(
 def samples_of(prompts: Sequence[Row], plain: Row, fast: Row) -> list[Row]:
     """Return a row per prompt: its answers without a drafter and with one."""
     said = (side[kind] for side in (plain, fast) for kind in ("greedy", "sampled"))
-    return [sample(*rows) for rows in zip(prompts, *said, strict=True)]
+    near_tie = own_noise(plain).near_tie
+    rows = zip(prompts, *said, strict=True)
+    return [sample(*row, near_tie=near_tie) for row in rows]
 
 
-def sample(prompt: Row, greedy: Row, sampled: Row, fast: Row, fast_sampled: Row) -> Row:
+def own_noise(plain: Row) -> Noise:
+    """Return how the engine without a speculator changes its mind about its greedy answers."""
+    said = plain["greedy"]
+    first = [_by_token(row["candidates"]) for row in said]
+    return noise([row["ids"] for row in said], first, [_by_token(row) for row in plain["again"]])
+
+
+def _by_token(candidates: Sequence[Mapping[str, float]]) -> list[dict[int, float]]:
+    return [{int(token): value for token, value in top.items()} for top in candidates]
+
+
+def sample(
+    prompt: Row,
+    greedy: Row,
+    sampled: Row,
+    fast: Row,
+    fast_sampled: Row,
+    *,
+    near_tie: float = NEAR_TIE_NATS,
+) -> Row:
     """Return a row of `samples.jsonl`: a prompt's answers, the `fast` ones with the speculator.
 
     `looped` is about both greedy answers, which should be the same; `looped_sampled` about the one
     with the speculator, whose drafts are `drafts_sampled`.
     Of a private prompt the row holds what was counted, and no word of it or its answers.
     """
-    candidates = [
-        {int(token): value for token, value in top.items()} for top in greedy["candidates"]
-    ]
-    agreement: Agreement = compare(greedy["ids"], candidates, fast["ids"])
+    candidates = _by_token(greedy["candidates"])
+    agreement: Agreement = compare(greedy["ids"], candidates, fast["ids"], near_tie)
     private = prompt.get("private", False)
 
     def shown(words: str | None) -> str | None:
@@ -116,8 +135,11 @@ def sample(prompt: Row, greedy: Row, sampled: Row, fast: Row, fast_sampled: Row)
 def metrics(plain: Row, fast: Row, samples: Sequence[Row]) -> dict[str, float]:
     """Return the flat numbers, speed at the recipe's concurrencies apart.
 
-    `looped_share` is over the greedy and sampled answers without the speculator.
+    `looped_share` is over the greedy and sampled answers without the speculator. `noise_nats` and
+    `changed_unaided` are of the engine without it; `near_tie_share` is the share of answers exempt
+    as near-ties, less those that it would have changed itself.
     """
+    own = own_noise(plain)
     loops = [loop for row in samples for loop in row["loops"].values()]
     kinds = [row["agreement"] for row in samples]
     return {
@@ -127,7 +149,10 @@ def metrics(plain: Row, fast: Row, samples: Sequence[Row]) -> dict[str, float]:
         "looped_share": sum(loop is not None for loop in loops) / len(loops),
         "divergences": kinds.count("diverged"),
         "exempt": kinds.count("near-tie"),
-        "near_tie_share": kinds.count("near-tie") / len(samples),
+        "noise_nats": own.nats,
+        "near_tie_nats": own.near_tie,
+        "changed_unaided": own.changed,
+        "near_tie_share": max(0, kinds.count("near-tie") - own.changed) / len(samples),
         "tokens_per_s": _throughput(plain),
         "tokens_per_s_speculative": _throughput(fast),
         **acceptance.metrics(samples),

@@ -178,12 +178,23 @@ def _started(
 
 
 def measure_plain(job: Job[Smoke], client: Client, prompts: Sequence[Row]) -> Row:
-    """Probe; answer every prompt greedily (timed) and at temperature 0.7; look for loops."""
+    """Probe; answer every prompt greedily (timed) and at temperature 0.7; look for loops.
+
+    `again` is what the engine thinks of its greedy answers in another batch shape.
+    """
     job.progress("plain: probes", 0, 1)
     shown = next((p["ids"] for p in prompts if not p.get("private")), NEUTRAL)
     asked = probes.probes(vllm.MODEL, shown, job.params.tool_call_parser is not None)
     rows = probes.ask(client, asked, job.params.max_num_seqs)
-    return {"probes": rows, **_measured(job, client, prompts, "plain", answer)}
+    measured = _measured(job, client, prompts, "plain", answer)
+    again = answers.read_again(
+        client,
+        [prompt["ids"] for prompt in prompts],
+        measured["greedy"],
+        job.params.max_num_seqs,
+        _progress(job, "plain: its answers read again", len(prompts)),
+    )
+    return {"probes": rows, **measured, "again": again}
 
 
 def measure_drafting(job: Job[Smoke], client: Client, name: str, prompts: Sequence[Row]) -> Row:
@@ -289,7 +300,9 @@ def first_tokens(
 def _ask(
     job: Job[Smoke], client: Client, requests: Sequence[Row], what: str, width: int | None = None
 ) -> tuple[list[Row], float]:
-    def finished(count: int) -> None:
-        job.progress(what, count, len(requests), "prompts")
-
+    finished = _progress(job, what, len(requests))
     return answers.ask(client, requests, width or job.params.max_num_seqs, finished)
+
+
+def _progress(job: Job[Smoke], what: str, total: int) -> Callable[[int], None]:
+    return lambda count: job.progress(what, count, total, "prompts")

@@ -28,7 +28,7 @@ LABELS = {
     "probes_failed": "Engine probes failed",
     "looped_share": "Share of looped answers",
     "divergences": "Answers changed by speculation",
-    "near_tie_share": "Share of answers exempt as near-ties",
+    "near_tie_share": "Share of answers changed by near-ties, beyond the engine's own",
     "acceptance_length": "Acceptance length in the engine",
     "acceptance_length_lo": "Acceptance length, lower 95% bound",
     "sampling_p_value": "Sampled tokens unchanged by speculation, p-value",

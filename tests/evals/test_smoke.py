@@ -35,7 +35,9 @@ def row(plain: list[int], fast: list[int], loop: str | None = None, **more: Any)
 
 def phase(rows: int) -> dict[str, Any]:
     probe = {"passed": True}
-    return {"probes": [probe, probe], "greedy": [answer([1, 2, 3])] * rows, "seconds": 2.0}
+    said = answer([1, 2, 3])
+    again = [said["candidates"][:-1]] * rows
+    return {"probes": [probe, probe], "greedy": [said] * rows, "seconds": 2.0, "again": again}
 
 
 def test_numbers_of_a_small_run() -> None:
@@ -85,6 +87,7 @@ def test_a_probe_shows_no_private_prompt(bench: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(smoke.probes, "ask", lambda *args: [])
     monkeypatch.setattr(smoke, "answer", lambda *args, **kwargs: ([], 1.0))
     monkeypatch.setattr(smoke, "paces", lambda *args: [])
+    monkeypatch.setattr(smoke.answers, "read_again", lambda *args: [])
     secret = {**PROMPT, "ids": [7, 7], "private": True}
     for prompts in ([secret, PROMPT], [secret]):
         smoke.measure_plain(bench.job("smoke", Smoke(), again=True), None, prompts)  # type: ignore[arg-type]
@@ -206,6 +209,9 @@ class Scripted:
         if "logprobs" in request:
             likely = [{f"token_id:{token}": -0.1} for token in (5, 6)]
             choice["logprobs"] = {"top_logprobs": likely}
+        if "prompt_logprobs" in request:
+            seen = [{str(token): {"logprob": -0.1}} for token in request["prompt"][1:]]
+            choice["prompt_logprobs"] = [None, *seen]
         body: dict[str, Any] = {"choices": [choice]}
         if self.speculative:
             self.drafts += 1
@@ -251,10 +257,35 @@ def test_no_request_has_a_seed(measured: Any) -> None:
     assert not [r for engine in engines for r, _ in engine.asked if "seed" in r]
 
 
+def test_the_plain_engine_reads_its_own_answers_again(measured: Any) -> None:
+    plain, _, engine, other = measured
+    again = [r["prompt"] for r, _ in engine.asked if "prompt_logprobs" in r]
+    assert again == [[0, 5], [1, 5], [2, 5]]  # not their last tokens
+    assert plain["again"] == [[{"5": -0.1}]] * 3
+    assert not [r for r, _ in other.asked if "prompt_logprobs" in r]
+
+
+def test_what_the_engine_itself_would_change_is_no_fault_of_speculation() -> None:
+    """With 4-bit inputs an answer alone and in a batch differ by tokens 0.9 nats behind."""
+    said = {**answer([1, 2, 3]), "candidates": [{"1": -0.1}, {"2": -0.2, "7": -1.1}, {"3": -0.1}]}
+    again = [{"1": -0.1}, {"2": -0.9, "7": -0.8}]
+    plain = {**phase(2), "greedy": [said] * 2, "sampled": [said] * 2, "again": [again] * 2}
+    fast = {**phase(2), "greedy": [answer([1, 7, 4]), said], "sampled": [said] * 2}
+    samples = results.samples_of([PROMPT] * 2, plain, fast)
+    found = results.metrics(plain, fast, samples)
+    assert (found["divergences"], found["exempt"], found["changed_unaided"]) == (0, 1, 2)
+    assert found["noise_nats"] == pytest.approx(1.0)
+    assert found["near_tie_share"] == 0
+    steady = {**plain, "again": [said["candidates"][:2]] * 2}
+    samples = results.samples_of([PROMPT] * 2, steady, fast)
+    assert results.metrics(steady, fast, samples)["divergences"] == 1
+
+
 def test_every_concurrency_is_timed_on_greedy_answers(measured: Any) -> None:
     plain, fast, *engines = measured
     for engine in engines:
-        widths = [width for request, width in engine.asked if not request["temperature"]]
+        greedy = [r for r in engine.asked if not r[0]["temperature"] and r[0]["max_tokens"] > 1]
+        widths = [width for _, width in greedy]
         assert widths.count(1) == 6
         assert widths.count(4) == 16 + 3 + (1 if engine.speculative else 0)  # main, warm-up
     for side in (plain, fast):

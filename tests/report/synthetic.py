@@ -491,6 +491,7 @@ def _smoke(out: Path, rng: random.Random) -> None:
             "looped_excluded_sampled": 0, "tokens_per_s": 41.3, "tokens_per_s_speculative": 33.8,
             "probes_failed": 0, "probes": 6, "looped_share": 0.15, "looped_excluded": 1,
             "divergences": 0, "near_tie_share": 0.05, "exempt": 1, "prompts": 20,
+            "noise_nats": 0.012, "near_tie_nats": 0.15, "changed_unaided": 0,
         },
     )  # fmt: skip
     plain = [
