@@ -43,21 +43,24 @@ class Noise:
         return max(NEAR_TIE_NATS, self.nats)
 
 
-def noise(answers: Sequence[Sequence[int]], *readings: Sequence[Sequence[Candidates]]) -> Noise:
-    """Compare two `readings` of the same answers, the first that in which they were chosen.
+def noise(
+    answers: Sequence[Sequence[int]],
+    first: Sequence[Sequence[Candidates]],
+    again: Sequence[Sequence[Candidates]],
+) -> Noise:
+    """Compare two readings of the same answers, the first that in which they were chosen.
 
-    A reading holds per answer and position the top tokens; a second one may lack last positions.
-    A token that it lacks was at most as likely as the least likely one it holds.
+    A reading holds per answer and position the top tokens; the second may lack last positions.
+    A token that it lacks counts as likely as the least likely one it holds.
     """
     nats, changed = 0.0, 0
-    for ids, first, again in zip(answers, *readings, strict=True):
-        for token, before, after in zip(ids, first, again, strict=False):
+    for ids, *readings in zip(answers, first, again, strict=True):
+        differs = False
+        for token, before, after in zip(ids, *readings, strict=False):
             rival = max((t for t in before if t != token), key=before.__getitem__, default=token)
             nats = max(nats, abs(_lead(before, token, rival) - _lead(after, token, rival)))
-        changed += any(
-            token != max(after, key=after.__getitem__)
-            for token, after in zip(ids, again, strict=False)
-        )
+            differs |= token != max(after, key=after.__getitem__)
+        changed += differs
     return Noise(nats, changed)
 
 
