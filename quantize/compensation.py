@@ -11,7 +11,7 @@ other tokens, and how far H is to be trusted (its damping), is measured on a par
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,69 +138,66 @@ def compensate(
 ) -> tuple[Tensor, list[Tensor]]:
     """Round [B, out, in] f32 column by column, then polish; return the values and steps.
 
-    `hessian` [B, in, in] is positive definite. The grid finds a block's step when its turn comes,
-    on the weights as they then are, each column weighted by what the columns behind it cannot make
-    up for: 1/U², with U the Cholesky factor of H⁻¹.
+    `hessian` [B, in, in] is positive definite. With H = R Rᵀ, R upper triangular, the error is that
+    of (W - Q) R, whose column k no later column of Q enters: each makes up for those before it.
+    That is GPTQ, which takes the factor of H⁻¹ instead. A block's step is searched on what its
+    columns should be when its turn comes, each weighted by its R_kk².
     """
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    upper = torch.linalg.cholesky(inverse, upper=True)
-    pivots = upper.diagonal(dim1=-2, dim2=-1)[:, None]
-    rest, width = weight.clone(), weight.shape[-1]
-    values, steps = torch.empty_like(weight), []
-    for first in range(0, width, LAZY):
-        last = min(first + LAZY, width)
-        errors = torch.empty_like(rest[..., first:last])
-        for begin in range(first, last, BLOCK):
-            end = begin + BLOCK
-            step = grid.step(rest[..., begin:end], pivots[..., begin:end] ** -2)
-            for column in range(begin, end):
-                now = rest[..., column]
-                values[..., column] = grid.nearest(now, step)
-                error = (now - values[..., column]) / pivots[..., column]
-                errors[..., column - first] = error
-                rest[..., column + 1 : end] -= (
-                    error[..., None] * upper[:, column, None, column + 1 : end]
-                )
-            done = errors[..., begin - first : end - first]
-            rest[..., end:last] -= done @ upper[:, begin:end, end:last]
-            steps.append(step)
-        rest[..., last:] -= errors @ upper[:, first:last, last:]
+    wanted = weight.mT.contiguous()
+    values, steps = wanted.clone(), list[Tensor]()
+    factor = torch.linalg.cholesky(hessian.flip(-2, -1)).flip(-2, -1)
+    pivots = factor.diagonal(dim1=-2, dim2=-1)
+    pulls = (factor / pivots[:, None]).mT.contiguous()
+
+    def searched(block: slice, pulled: Tensor) -> Tensor:
+        made_up = torch.linalg.solve_triangular(
+            pulls[:, block, block], pulled, upper=False, unitriangular=True
+        )
+        steps.append(grid.step(values[:, block] + made_up, pivots[:, block] ** 2))
+        return steps[-1]
+
+    sweep(values, torch.zeros_like(values), pulls, grid, searched)
+    pulls = hessian / hessian.diagonal(dim1=-2, dim2=-1)[..., None]
     for _ in range(polishes):
-        polish(values, weight, hessian, grid, steps)
-    return values, steps
+        pulled = pulls @ (wanted - values)
+        sweep(values, pulled, pulls, grid, lambda block, _: steps[block.start // BLOCK])
+    return values.mT, steps
 
 
-def inverse_factor(hessian: Tensor) -> Tensor:
-    """Return the upper triangular U with UᵀU = H⁻¹, [B, in, in].
-
-    With P the reversal of order and P H P = L Lᵀ, it is P L⁻¹ P: H is never inverted itself.
-    """
-    lower = torch.linalg.cholesky(hessian.flip(-2, -1))
-    identity = torch.eye(hessian.shape[-1], device=hessian.device)
-    inverse: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False)
-    return inverse.flip(-2, -1)
-
-
-def polish(
-    values: Tensor, weight: Tensor, hessian: Tensor, grid: Grid, steps: Sequence[Tensor]
+def sweep(
+    values: Tensor,
+    pulled: Tensor,
+    pulls: Tensor,
+    grid: Grid,
+    step_of: Callable[[slice, Tensor], Tensor],
 ) -> None:
-    """Round every column of [B, out, in] again, in place, to where the outputs' error is least.
+    """Round every column in place to where the error is least with all others as they are.
 
-    With G = (Q - W) H, the best value of column j, all others as they are, is q_j - G_j / H_jj.
+    Columns are rows here: `values` is [B, in, out], and so is `pulled` = `pulls` (W - values), how
+    far each is to move, which is used up. `pulls` is [B, in, in] with ones on its diagonal.
+    `step_of` gives the step [B, out] of a block.
     """
-    curvature = hessian.diagonal(dim1=-2, dim2=-1)[:, None]
-    slope, width = (values - weight) @ hessian, weight.shape[-1]
+    width = values.shape[1]
     for first in range(0, width, LAZY):
         last = min(first + LAZY, width)
-        moves = torch.empty_like(values[..., first:last])
+        moves = torch.empty_like(values[:, first:last])
         for begin in range(first, last, BLOCK):
-            end, step = begin + BLOCK, steps[begin // BLOCK]
-            for column in range(begin, end):
-                now = values[..., column].clone()
-                best = now - slope[..., column] / curvature[..., column]
-                values[..., column] = grid.nearest(best, step)
-                move = moves[..., column - first] = values[..., column] - now
-                slope[..., column:end] += move[..., None] * hessian[:, column, None, column:end]
-            done = moves[..., begin - first : end - first]
-            slope[..., end:last] += done @ hessian[:, begin:end, end:last]
-        slope[..., last:] += moves @ hessian[:, first:last, last:]
+            block, end = slice(begin, begin + BLOCK), begin + BLOCK
+            now, step = values[:, block], step_of(block, pulled[:, block])[:, None]
+            best = (now + pulled[:, block]) / step
+            rounded = _round_block(best, now / step, pulls[:, block, block], grid).mul_(step)
+            moved = moves[:, begin - first : end - first].copy_(now).sub_(rounded)
+            values[:, block] = rounded
+            pulled[:, end:last].baddbmm_(pulls[:, end:last, block], moved)
+        pulled[:, last:].baddbmm_(pulls[:, last:, first:last], moves)
+
+
+def _round_block(best: Tensor, now: Tensor, pulls: Tensor, grid: Grid) -> Tensor:
+    """Round 16 columns one by one, [B, 16, out] in multiples of their step."""
+    rounded, moves = list[Tensor](), torch.empty_like(best)
+    for at in range(BLOCK):
+        here = slice(at, at + 1)
+        wish = torch.baddbmm(best[:, here], pulls[:, here, :at], moves[:, :at])
+        rounded.append(grid.nearest(wish))
+        torch.sub(now[:, here], rounded[-1], out=moves[:, here])
+    return torch.cat(rounded, 1)

@@ -25,10 +25,10 @@ class Grid(Protocol):
         """Return the grid of a batch that is repeated."""
 
     def step(self, weights: Tensor, importance: Tensor) -> Tensor:
-        """Return the step f32 [B, out] of a block: weights [B, out, 16], importance [B, 1, 16]."""
+        """Return the step f32 [B, out] of a block: weights [B, 16, out], importance [B, 16]."""
 
-    def nearest(self, values: Tensor, step: Tensor) -> Tensor:
-        """Return the nearest number of the grid to each value, as f32."""
+    def nearest(self, multiples: Tensor) -> Tensor:
+        """Return the nearest multiple of the step that can be stored, as f32."""
 
     def pack(self, values: Tensor, steps: Sequence[Tensor], matrix: int) -> Packed:
         """Return one matrix of the batch as it is stored, from values [B, out, in] on the grid."""
@@ -45,23 +45,24 @@ class NvFp4:
 
     def step(self, weights: Tensor, importance: Tensor) -> Tensor:
         """The step with the least squared error, each input weighted by its importance."""
-        height = max(1, CHUNK // (len(TARGETS) * weights[:, 0].numel()))
-        rows = weights.shape[1] if weights.is_cuda else height
-        parts = [self._step(part, importance) for part in torch.split(weights, rows, 1)]
-        return torch.cat(parts, 1)
+        batch, block, outputs = weights.shape
+        width = max(1, CHUNK // (len(TARGETS) * batch * block))
+        parts = torch.split(weights, outputs if weights.is_cuda else width, -1)
+        return torch.cat([self._step(part, importance[..., None]) for part in parts], -1)
 
     def _step(self, weights: Tensor, importance: Tensor) -> Tensor:
         """Try all targets at once."""
         scale_2 = self.scale_2[:, None]
         targets = torch.tensor(TARGETS, device=weights.device)[:, None, None]
-        scale = nvfp4.block_scale(weights.abs().amax(-1) * (nvfp4.E2M1_MAX / targets), scale_2)
+        scale = nvfp4.block_scale(weights.abs().amax(1) * (nvfp4.E2M1_MAX / targets), scale_2)
         steps = scale.float() * scale_2  # [targets, B, out]
-        error = self.nearest(weights, steps[..., None]).sub_(weights).square_().mul_(importance)
-        best = error.sum(-1).argmin(0, keepdim=True)
+        each = steps[:, :, None]
+        error = self.nearest(weights / each).mul_(each).sub_(weights).square_().mul_(importance)
+        best = error.sum(2).argmin(0, keepdim=True)
         return steps.gather(0, best)[0]
 
-    def nearest(self, values: Tensor, step: Tensor) -> Tensor:
-        return nvfp4.round_to_e2m1(values / step).mul_(step)
+    def nearest(self, multiples: Tensor) -> Tensor:
+        return nvfp4.round_to_e2m1(multiples)
 
     def pack(self, values: Tensor, steps: Sequence[Tensor], matrix: int) -> Packed:
         scale_2 = self.scale_2[matrix]
@@ -81,10 +82,10 @@ class Fp8:
         return Fp8(self.scale.repeat(times))
 
     def step(self, weights: Tensor, importance: Tensor) -> Tensor:
-        return self.scale[:, None].expand(weights.shape[:-1])
+        return self.scale[:, None].expand(-1, weights.shape[-1])
 
-    def nearest(self, values: Tensor, step: Tensor) -> Tensor:
-        return fp8.dequantize(fp8.quantize(values, step), step)
+    def nearest(self, multiples: Tensor) -> Tensor:
+        return fp8.to_e4m3(multiples).float()
 
     def pack(self, values: Tensor, steps: Sequence[Tensor], matrix: int) -> Packed:
         scale = self.scale[matrix]

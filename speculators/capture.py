@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -57,7 +57,7 @@ class Capture:
         decoder, norm = decoder_of(model), final_norm(model)
         boundaries = [*decoder.layers, norm]
         self.modules = [*(boundaries[i] for i in aux_layers(len(decoder.layers))), norm]
-        self.states: dict[int, list[Tensor | None]] = defaultdict(self._empty)  # by thread
+        self.states: dict[greenlet, list[Tensor | None]] = defaultdict(self._empty)  # by pass
         self.handles: list[Any] = []
 
     def __enter__(self) -> Capture:
@@ -82,13 +82,13 @@ class Capture:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             state = args[0] if args else kwargs["hidden_states"]
             moved = state if self.device is None else state.to(self.device, torch.bfloat16)
-            self.states[threading.get_ident()][slot] = moved
+            self.states[getcurrent()][slot] = moved
 
         return hook
 
     def take(self) -> Tensor:
-        """Return this thread's last states, bf16 [B, T, 4, H]: three aux boundaries, then last."""
-        held = self.states.pop(threading.get_ident(), self._empty())
+        """Return this pass's last states, bf16 [B, T, 4, H]: three aux boundaries, then last."""
+        held = self.states.pop(getcurrent(), self._empty())
         states = [state for state in held if state is not None]
         assert len(states) == len(self.modules), "the model ran without passing a hooked module"
         return torch.stack([state.to(torch.bfloat16) for state in states], dim=2)

@@ -27,7 +27,7 @@ def tensor_scale(amax: Tensor) -> Tensor:
 
 def quantize(weight: Tensor, scale: Tensor) -> Tensor:
     """Round [..., in] to the nearest E4M3 multiples of `scale` f32 [], saturating at 448."""
-    return _to_e4m3(weight.float() / scale)
+    return to_e4m3(weight.float() / scale)
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
@@ -40,9 +40,10 @@ def quantize_dequantize(x: Tensor, input_scale: Tensor) -> Tensor:
 
     `input_scale` is f32 [].
     """
-    codes = _to_e4m3(x.float() * input_scale.reciprocal())
+    codes = to_e4m3(x.float() * input_scale.reciprocal())
     return dequantize(codes, input_scale).to(x.dtype)
 
 
-def _to_e4m3(x: Tensor) -> Tensor:
+def to_e4m3(x: Tensor) -> Tensor:
+    """Round to the nearest E4M3 number, saturating at 448."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

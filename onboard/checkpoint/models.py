@@ -176,7 +176,7 @@ class InputQuantizer:
 
 @contextmanager
 def full_precision_activations() -> Iterator[None]:
-    """Leave a candidate's activations as they are, in this thread, for a while."""
+    """Leave a candidate's activations as they are, in this pass, for a while."""
     token = _quantize_activations.set(False)
     try:
         yield

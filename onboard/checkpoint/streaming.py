@@ -1,20 +1,20 @@
 """Run a model of any size: each layer is loaded once, sees all the batches, and is dropped.
 
 Nothing of a family's forward pass is repeated here. Every batch runs the model's own forward in a
-thread of its own, and the threads go from layer to layer in lock step, one at a time: so whatever a
+greenlet of its own, and these go from layer to layer in lock step, one at a time: so whatever a
 model hands from layer to layer (masks, shared indices, several residual streams) just works.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -87,7 +87,6 @@ def in_lock_step(
         layer.forward = _stopping(number, layer.forward)
     try:
         for run in runs:
-            run.start()
             run.go_on()
         while waiting := [run for run in runs if run.wants is not None]:
             layer_wanted = waiting[0].wants
@@ -101,7 +100,7 @@ def in_lock_step(
 
 def _stopping(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
     def stop_before(*args: Any, **kwargs: Any) -> Any:
-        run = threading.current_thread()
+        run = getcurrent()
         if not isinstance(run, Pass):
             return forward(*args, **kwargs)
         while True:
@@ -116,31 +115,25 @@ def _stopping(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def pause() -> None:
     """Called by a hook inside of a layer: hand over until the pass may go on."""
-    run = threading.current_thread()
+    run = getcurrent()
     assert isinstance(run, Pass)
     run.hand_over()
 
 
-class Pass(threading.Thread, Generic[T]):
-    """A forward pass that stops before each layer; only one of them runs at any time."""
+class Pass(greenlet, Generic[T]):
+    """A forward pass that stops before each layer, with gradient and inference modes of its own.
+
+    A thread would do as well but for speed: OpenMP gives each a team, and once there are more of
+    these than cores every parallel loop waits for its team to wake up.
+    """
+
+    result: T
 
     def __init__(self, function: Callable[[], T]) -> None:
-        super().__init__(daemon=True)
-        self.function = function
+        super().__init__(function)
         self.wants: int | None = None
         self.on_trial = False
-        self.error: BaseException | None = None
-        self._may_run, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-
-    def run(self) -> None:
-        self._may_run.acquire()
-        try:
-            with torch.inference_mode():
-                self.result = self.function()
-        except BaseException as e:
-            self.error = e
-        self.wants = None
-        self._stopped.release()
+        self._inference, self._gradients = True, False
 
     def wait_for(self, layer: int) -> None:
         """Called from inside: hand over until `layer` is loaded."""
@@ -148,8 +141,10 @@ class Pass(threading.Thread, Generic[T]):
         self.hand_over()
 
     def hand_over(self) -> None:
-        self._stopped.release()
-        self._may_run.acquire()
+        self._inference = torch.is_inference_mode_enabled()
+        self._gradients = torch.is_grad_enabled()
+        assert self.parent is not None
+        self.parent.switch()
 
     def try_out(self) -> None:
         """Called from outside: run on in the layer, until a hook pauses or to be before it again.
@@ -162,10 +157,10 @@ class Pass(threading.Thread, Generic[T]):
 
     def go_on(self) -> None:
         """Called from outside: run until the next layer, or the end, or until a hook pauses."""
-        self._may_run.release()
-        self._stopped.acquire()
-        if self.error is not None:
-            raise self.error
+        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._gradients):
+            returned = self.switch()
+        if self.dead:
+            self.wants, self.result = None, returned
 
 
 @dataclass(frozen=True)
@@ -194,7 +189,7 @@ class Tape:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what this thread sends through `taped` layers."""
+        """Record what this pass sends through `taped` layers."""
         token = _tape.set(self)
         with torch.inference_mode(False), torch.enable_grad():
             yield
@@ -234,7 +229,7 @@ _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 @contextlib.contextmanager
 def taped(layers: nn.ModuleList) -> Iterator[None]:
-    """Let each layer's runs go onto the tape that is recording in their thread."""
+    """Let each layer's runs go onto the tape that is recording in their pass."""
 
     def recorded(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

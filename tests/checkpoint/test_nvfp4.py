@@ -19,6 +19,19 @@ def test_rounding_ties_go_to_the_even_code() -> None:
     assert torch.equal(nvfp4.round_to_e2m1(-ties), -even)
 
 
+def test_rounding_takes_the_nearest_next_to_every_number_and_boundary() -> None:
+    """By distances in f64: just below a power of two the exponent of a sum could change."""
+    grid = torch.tensor(nvfp4.E2M1, dtype=torch.float64)
+    turns = torch.cat([grid[1:], (grid[1:] + grid[:-1]) / 2]).float().view(torch.int32)
+    near = (turns[:, None] + torch.arange(-64, 65, dtype=torch.int32)).flatten()
+    a = near.view(torch.float32).abs()
+    distances = (a.double()[:, None].clamp(max=6) - grid).abs()
+    for sign in (1, -1):
+        found = sign * nvfp4.round_to_e2m1(sign * a).double()
+        assert torch.equal((found - a.double().clamp(max=6)).abs(), distances.min(1)[0])
+        assert torch.isin(found, grid).all()
+
+
 def test_rounding_saturates_at_six() -> None:
     assert nvfp4.round_to_e2m1(torch.tensor([5.1, 6.0, 7.0, 1e9])).tolist() == [6.0] * 4
 
