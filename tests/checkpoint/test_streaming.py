@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -103,6 +104,33 @@ def test_a_paused_pass_goes_on_with_the_weights_of_then() -> None:
     passes = [lambda x=x: layers[1](layers[0](x)) for x in (1.0, 2.0)]
     assert in_lock_step(layers, visit, passes) == [3.0, 6.0]
     assert said == [3.0, 6.0], "no part of the layer ran twice"
+
+
+def test_gradient_modes_are_those_of_each_pass_and_the_thread_is_one() -> None:
+    layers = nn.ModuleList([nn.Identity()])
+    threads: set[int] = set()
+
+    def modes() -> tuple[bool, bool]:
+        threads.add(threading.get_ident())
+        return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def forward(inference: bool, gradients: bool) -> list[tuple[bool, bool]]:
+        with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+            before = modes()
+            layers[0](torch.zeros(()))
+            inside = modes()
+        return [before, inside, modes()]
+
+    def visit(number: int, runs: Sequence[Pass[Any]]) -> None:
+        assert modes() == (False, True)
+        for run in runs:
+            run.go_on()
+            assert modes() == (False, True)
+
+    wanted = [(False, True), (True, False), (False, False)]
+    found = in_lock_step(layers, visit, [lambda mode=mode: forward(*mode) for mode in wanted])
+    assert found == [[mode, mode, (True, False)] for mode in wanted]
+    assert threads == {threading.get_ident()}, "OpenMP gives every other thread a team of its own"
 
 
 def test_an_error_inside_a_pass_is_raised() -> None:
