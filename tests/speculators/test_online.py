@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,9 @@ import pytest
 import torch
 
 from onboard.checkpoint.models import open_reference
-from onboard.recipe import Features, Speculate
+from onboard.recipe import Draft, Features, Speculate
 from onboard.speculators import disk, export, features, online, stage
+from onboard.speculators.fit import LOG, Work, fit
 from onboard.speculators.shards import Place, places
 
 HERE = Features(target="source", max_new_tokens=12, batch_size=4, storage="online")
@@ -102,3 +106,31 @@ def test_two_processes_take_their_own_states(made: Any) -> None:
     )
     losses = [[row["loss"] for row in made.lines("training.jsonl")] for made in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_shot_dead_it_ends_in_the_same_bytes(made: Any, llama_twin: Path, tmp_path: Path) -> None:
+    """kill -9 between two checkpoints, with half a buffer read."""
+    params = SPECULATE.model_copy(update={"checkpoint_steps": 2})
+
+    def work(name: str) -> Work:
+        folder, target = tmp_path / name, online.Target(llama_twin)
+        folder.mkdir()
+        features, config = made.artifacts["features"].path, llama_twin / "config.json"
+        return Work(features, config, params, Draft(), folder, target)
+
+    whole, cut = work("whole"), work("cut")
+    script = (
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "from onboard.speculators.fit import Work, fit_here\n"
+        "shoot = lambda done, total: done == 3 and os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"fit_here(Work.read(Path({str(cut.write())!r})), shoot)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert (cut.folder / "training.pt").exists()
+    for each in (whole, cut):
+        fit(each, lambda done, total: None)
+    assert (cut.folder / LOG).read_bytes() == (whole.folder / LOG).read_bytes()
+    for file in (whole.folder / "vllm").iterdir():
+        assert (cut.folder / "vllm" / file.name).read_bytes() == file.read_bytes()
