@@ -220,12 +220,12 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
     if answered.answers:
         in_flight = (1 + STATES) * min(answered.prefill_tokens, kept_tokens)
     buffer = 0.0
-    if storage == "online":  # every epoch runs the target again
-        trained += forward * kept_tokens * recipe.speculate.epochs
+    if storage == "online":
+        trained += forward * taken_while_training(recipe)
         buffer = layer + (1 + STATES) * min(recipe.speculate.buffer_tokens, kept_tokens) * state
 
     def work(stage: str, memory: float = 0, disk: float = 0, **rest: float) -> Work:
-        reads = reads_of(stage, recipe)
+        reads = reads_of(stage, recipe, storage)
         size = reads.source * source + reads.candidate * candidate
         return Work(stage, reads.source, reads.candidate, size, memory, disk, **rest)
 
@@ -259,14 +259,17 @@ def stages(held: Inventory, recipe: Recipe, step: Decode) -> list[Work]:
     ]
 
 
-def reads_of(stage: str, recipe: Recipe) -> Reads:
+def reads_of(stage: str, recipe: Recipe, storage: Storage) -> Reads:
     """Return the reads of a stage, which its settings may change."""
     if stage == "features":
         reads = READS[stage].candidate
         if recipe.features.answers:  # of somebody's server; here states are taken, by the part
             reads = math.ceil(feature_tokens(recipe) / recipe.features.prefill_tokens)
-        of_source = recipe.features.target == "source"
-        return Reads(source=reads) if of_source else Reads(candidate=reads)
+        return _of_target(recipe, reads)
+    if stage == "speculate" and storage == "online":  # a buffer at a time
+        return _of_target(
+            recipe, math.ceil(taken_while_training(recipe) / recipe.speculate.buffer_tokens)
+        )
     if stage == "quantize":
         methods, has_budget = methods_of(recipe), recipe.quantize.budget.limit is not None
         measured = (len(methods) if len(methods) > 1 else 0) + has_budget
@@ -275,6 +278,16 @@ def reads_of(stage: str, recipe: Recipe) -> Reads:
         source = len(methods) + rounded + 2 * has_budget + (measured > 0)
         return Reads(source=source, candidate=measured)
     return READS[stage]
+
+
+def _of_target(recipe: Recipe, reads: int) -> Reads:
+    return Reads(source=reads) if recipe.features.target == "source" else Reads(candidate=reads)
+
+
+def taken_while_training(recipe: Recipe) -> int:
+    """Return the tokens whose states training takes: every epoch's, unless a buffer holds all."""
+    tokens, params = feature_tokens(recipe), recipe.speculate
+    return tokens if tokens <= params.buffer_tokens else tokens * params.epochs
 
 
 def methods_of(recipe: Recipe) -> tuple[str, ...]:

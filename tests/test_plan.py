@@ -126,6 +126,22 @@ def test_what_is_too_much_for_the_disk_is_taken_while_training(moe: Path) -> Non
     assert rows["features"]["disk_bytes"] == 0
     assert rows["speculate"]["memory_bytes"] > before["speculate"]["memory_bytes"]
     assert "tokens, taken while training" in display.plan(online)
+    assert before["speculate"]["read_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("buffer", "reads"),
+    [(1000, 3 * 48), (47_999, 4), (48_000, 1)],
+    ids=["many buffers an epoch", "nearly all", "all: the epochs share one"],
+)
+def test_training_reads_the_target_once_a_buffer(moe: Path, buffer: int, reads: int) -> None:
+    """Of 100 prompts of 320 tokens, answered with 160."""
+    settings = ["features.storage=online", "speculate.epochs=3", "data.training_prompts=100",
+                "data.tokens_per_prompt=320", "features.max_new_tokens=160"]  # fmt: skip
+    facts = plan(find(str(moe), [*settings, f"speculate.buffer_tokens={buffer}"]))
+    [row] = [row for row in facts["stages"] if row["stage"] == "speculate"]
+    assert (row["source_reads"], row["candidate_reads"]) == (0, reads)
+    assert row["read_bytes"] == reads * facts["output"]["total_bytes"]
 
 
 def test_fp8_features_take_half_the_disk_and_a_scale_per_state(moe: Path) -> None:
