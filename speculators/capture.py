@@ -137,21 +137,22 @@ def answer(
 ) -> list[Answer]:
     """Return greedy answers of up to `max_new_tokens`, each ending at a token of `stop`.
 
-    The prompts form one left-padded batch; hidden states come from the generating pass itself.
+    The prompts form one left-padded batch, which an answer leaves when it ends; hidden states come
+    from the generating pass itself.
     """
-    device, width, rows = model.device, max(map(len, prompts)), len(prompts)
+    device, width = model.device, max(map(len, prompts))
     padding = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
-    fed = torch.tensor(
+    fresh = torch.tensor(
         [[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device
     )
     mask = (torch.arange(width + max_new_tokens, device=device) >= padding[:, None]).long()
     stops = torch.tensor(sorted(stop), device=device)
-    ended = torch.zeros(rows, dtype=torch.bool, device=device)
+    rows = torch.arange(len(prompts), device=device)  # of the answers that go on
     cache = DynamicCache(config=model.config)
-    fresh, columns, states = fed, [fed], []
+    tokens: list[list[int]] = [[] for _ in prompts]
+    states: list[list[Tensor]] = [[] for _ in prompts]
     with Capture(model) as capture:
-        for step in range(max_new_tokens):
-            end = width + step
+        for end in range(width, width + max_new_tokens):
             positions = torch.arange(end - fresh.shape[1], end, device=device) - padding[:, None]
             output = model(
                 input_ids=fresh,
@@ -161,22 +162,23 @@ def answer(
                 use_cache=True,
                 logits_to_keep=1,
             )
-            states.append(capture.take().cpu())
             fresh = output.logits[:, -1:].argmax(-1)
-            columns.append(fresh)
-            ended |= torch.isin(fresh[:, 0], stops)
-            if ended.all():
+            captured = capture.take().cpu()
+            for row, token, state in zip(rows.tolist(), fresh[:, 0].tolist(), captured, strict=True):
+                tokens[row].append(token)
+                states[row].append(state)
+            going = (~torch.isin(fresh[:, 0], stops)).nonzero()[:, 0]
+            if not len(going):
                 break
-    generated, captured = torch.cat(columns[1:], 1).tolist(), torch.cat(states, 1)
+            if len(going) < len(rows):
+                cache.reorder_cache(going)
+                fresh, mask, padding, rows = (t[going] for t in (fresh, mask, padding, rows))
     return [
-        _row(prompt, tokens, row[width - len(prompt) :], stop)
-        for prompt, tokens, row in zip(prompts, generated, captured, strict=True)
+        Answer(
+            torch.tensor([*prompt, *said[:-1]]),
+            torch.cat(seen)[width - len(prompt) :],
+            len(prompt),
+            said,
+        )
+        for prompt, said, seen in zip(prompts, tokens, states, strict=True)
     ]
-
-
-def _row(prompt: Sequence[int], tokens: list[int], states: Tensor, stop: Collection[int]) -> Answer:
-    """Return one answer, without what the batch went on to generate after its stop token."""
-    last = next((i for i, token in enumerate(tokens) if token in stop), len(tokens) - 1)
-    tokens = tokens[: last + 1]
-    ids = torch.tensor([*prompt, *tokens[:-1]])
-    return Answer(ids, states[: len(ids)].clone(), len(prompt), tokens)

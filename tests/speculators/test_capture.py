@@ -20,6 +20,7 @@ from onboard.speculators.features import (
     stop_tokens,
     zero_rows,
 )
+from tests.conftest import SMALL
 
 from .conftest import TWINS, prompts
 
@@ -86,6 +87,37 @@ def test_answers_are_the_models_greedy_ones(model: Any) -> None:
         assert given.tokens == ids[len(prompt) :]
         assert given.ids.tolist() == ids[:-1]
         assert given.states.shape == (len(given.ids), 4, 64)
+
+
+@pytest.fixture(params=["full", "sliding", "linear"])
+def keeper(request: pytest.FixtureRequest) -> Any:
+    """A model with another kind of cache."""
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3NextConfig
+
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+              "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+              "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}  # fmt: skip
+    config = {
+        "full": LlamaConfig(**SMALL),
+        "sliding": Gemma3TextConfig(**SMALL, sliding_window=4),
+        "linear": Qwen3NextConfig(**{**SMALL, "num_hidden_layers": 4}, **linear),
+    }[request.param]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def test_an_answer_that_ends_leaves_the_batch_and_changes_no_other(keeper: Any) -> None:
+    whole = answer(keeper, PROMPTS, (), 12)
+    stops = {whole[0].tokens[0], whole[1].tokens[4], whole[2].tokens[7]}
+    lengths = set()
+    for free, given in zip(whole, answer(keeper, PROMPTS, stops, 12), strict=True):
+        end = next((i for i, token in enumerate(free.tokens) if token in stops), 11) + 1
+        assert given.tokens == free.tokens[:end]
+        assert given.ids.tolist() == free.ids[: free.prompt_length + end - 1].tolist()
+        expected = free.states[: len(given.ids)].float()
+        assert torch.allclose(given.states.float(), expected, rtol=0.02, atol=0.02)
+        lengths.add(end)
+    assert len(lengths) > 2
 
 
 def test_a_batch_gives_what_each_prompt_alone_gives(runner: Runner) -> None:
