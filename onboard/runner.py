@@ -19,7 +19,7 @@ from onboard.store import Store, write_json
 
 BEFORE_IMPORTS = {  # read when tqdm and torch are imported
     "TQDM_DISABLE": "1",  # progress is ours to show
-    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin stall each other on a busy machine
+    "GOMP_SPINCOUNT": "1000",  # spin over short waits; for longer ones leave the core to others
 }
 
 
